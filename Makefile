@@ -7,43 +7,147 @@ MAKEFLAGS += --no-builtin-rules
 
 VENV := .venv
 BIN := $(VENV)/bin
+RUN := $(BIN)/python
 PYTHON ?= $(shell for name in python3 python3.14 python3.13 python3.12 python3.11; do \
 	$$name -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$name && break; done)
-PIP := $(BIN)/python -m pip --disable-pip-version-check
-PROTOS = $(shell find protos -name '*.proto' -not -path 'protos/gen/*' 2>/dev/null | LC_ALL=C sort)
-KERNELS = $(shell find kernels -name '*.cc' -o -name '*.cu' -o -name '*.h' -o -name 'build.py' 2>/dev/null)
+# pip draws its progress bars on a terminal and stays silent in a log
+PIP_INSTALL := $(RUN) -m pip --disable-pip-version-check install --constraint constraints.txt \
+	$(shell [ -t 2 ] || echo --quiet)
+
 STUBS := protos/gen/python
+PROTO_FILES = $(shell find protos/trunkline -name '*.proto' | LC_ALL=C sort)
+KERNEL_FILES = $(shell find kernels -name '*.cc' -o -name '*.cu' -o -name '*.h' -o -name '*.py')
 MODEL := .trunkline/models/smollm2-135m-instruct
 
 WORKERS ?= 1
 ROUTERS ?= 1
 GATEWAYS ?= 1
+DETACH ?=
 
 .PHONY: help
 help: ## print this list
-	@awk -F ':.*## ' '/^##@/ {printf "\n%s\n", substr($$0, 5)} /^[a-z0-9-]+:.*## / {printf "  %-18s %s\n", $$1, $$2}' Makefile
+	@awk -F ':.*## ' '/^##@/ {printf "\n%s\n", substr($$0, 5)} /^[a-z0-9-]+:.*## / {printf "  %-22s %s\n", $$1, $$2}' Makefile
+
+##@ Run
+
+.PHONY: up down status
+up: setup ## start a mesh and stream a first answer (WORKERS= ROUTERS= GATEWAYS= DETACH=1)
+	@$(RUN) -m trunkctl mesh up --workers $(WORKERS) --routers $(ROUTERS) --gateways $(GATEWAYS) $(if $(DETACH),--detach)
+
+down: $(VENV)/.packages ## end the mesh that `make up` started
+	@$(RUN) -m trunkctl mesh down
+
+status: $(VENV)/.packages ## show the processes of the mesh
+	@$(RUN) -m trunkctl mesh status
 
 ##@ Set-up
 
-.PHONY: setup
+.PHONY: setup kernels model clean
 setup: $(VENV)/.packages kernels model ## everything the mesh and the tests need; quick when run again
 
-$(BIN)/python:
-	@[ -n "$(PYTHON)" ] || { echo "Trunkline needs Python 3.11 or newer, and none was found (set PYTHON=/path/to/python)."; exit 1; }
+kernels: $(VENV)/.kernels ## build the native kernels
+
+model: $(MODEL)/manifest.json ## fetch and convert the model the mesh serves by default
+
+clean: ## end the mesh and remove what set-up, build and run left behind
+	@[ ! -x $(RUN) ] || $(RUN) -m trunkctl mesh down || true
+	@rm -rf $(VENV) .trunkline build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	@find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(RUN):
+	@[ -n "$(PYTHON)" ] || { echo "Trunkline needs Python 3.11 or newer, and none was found (PYTHON=/path/to/python names one)."; exit 1; }
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null \
-		|| { echo "Trunkline needs Python 3.11 or newer; $(PYTHON) is not."; exit 1; }
-	@$(PYTHON) -c 'import ensurepip' 2>/dev/null \
-		|| { echo "Trunkline needs Python's venv module (on Debian: the package python3-venv)."; exit 1; }
+		|| { echo "Trunkline needs Python 3.11 or newer; $(PYTHON) is not that."; exit 1; }
+	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null \
+		|| { echo "Trunkline needs Python's venv module (Debian packages it as python3-venv)."; exit 1; }
+	@command -v c++ g++ clang++ >/dev/null || { echo "Trunkline needs a C++ compiler (c++, g++ or clang++), and none was found."; exit 1; }
 	@echo "==> virtual environment in $(VENV)"
 	@$(PYTHON) -m venv $(VENV)
 
-# torch goes first and as exactly the pinned release: any looser request may bring a second, larger build.
-$(VENV)/.torch: constraints.txt | $(BIN)/python
+# torch goes first and as exactly the pinned release: a looser request may bring another, much larger build.
+$(VENV)/.torch: constraints.txt | $(RUN)
 	@echo "==> torch, the largest package"
-	@$(PIP) install --quiet --constraint constraints.txt "$$(grep '^torch==' constraints.txt)"
+	@$(PIP_INSTALL) "$$(grep '^torch==' constraints.txt)"
 	@touch $@
 
-$(VENV)/.packages: pyproject.toml constraints.txt $(VENV)/.torch | $(BIN)/python
+$(VENV)/.packages: pyproject.toml constraints.txt $(VENV)/.torch
 	@echo "==> packages"
-	@$(PIP) install --quiet --constraint constraints.txt --editable '.[worker,dev]'
+	@$(PIP_INSTALL) --editable '.[worker,dev]'
 	@touch $@
+
+$(VENV)/.kernels: $(KERNEL_FILES) $(VENV)/.packages
+	@echo "==> kernels"
+	@$(RUN) -m trunkline_kernels.build
+	@touch $@
+
+$(MODEL)/manifest.json: | $(VENV)/.packages $(VENV)/.kernels
+	@echo "==> model"
+	@$(RUN) -m trunkctl model fetch
+
+##@ Test
+
+.PHONY: test test-quick test-e2e bench
+test: setup ## the whole suite
+	@$(RUN) -m pytest tests
+
+test-quick: $(VENV)/.packages kernels ## unit and property tests: no mesh, no model, nothing slow
+	@$(RUN) -m pytest tests/unit tests/property -m 'not slow'
+
+test-e2e: setup ## the tests that run a whole mesh of real processes
+	@$(RUN) -m pytest tests -m e2e
+
+##@ Check, and mend what can be mended
+
+.PHONY: verify fix verify-lint fix-lint verify-format fix-format verify-types verify-imports
+.PHONY: verify-protos fix-protos verify-stubs fix-stubs verify-breaking protos
+verify: verify-lint verify-format verify-types verify-imports verify-protos verify-stubs verify-breaking ## every check below
+
+fix: fix-lint fix-format fix-protos fix-stubs ## every mend below
+
+verify-lint: $(VENV)/.packages ## ruff: lint and banned calls
+	@$(BIN)/ruff check
+
+fix-lint: $(VENV)/.packages ## ruff: what it can mend by itself
+	@$(BIN)/ruff check --fix
+
+verify-format: $(VENV)/.packages ## ruff: layout
+	@$(BIN)/ruff format --check
+
+fix-format: $(VENV)/.packages ## ruff: lay the code out
+	@$(BIN)/ruff format
+
+verify-types: $(VENV)/.packages ## mypy, strict
+	@$(BIN)/mypy
+
+verify-imports: $(VENV)/.packages ## import-linter: which package may import which
+	@$(BIN)/lint-imports
+
+verify-protos: $(VENV)/.packages ## buf: lint and layout of the protos
+	@$(BIN)/buf lint
+	@$(BIN)/buf format --diff --exit-code
+
+fix-protos: $(VENV)/.packages ## buf: lay the protos out
+	@$(BIN)/buf format --write
+
+# The stubs' import path is the proto path, so nothing is rewritten after generation.
+define generate-stubs
+	@rm -rf $(VENV)/stubs && mkdir $(VENV)/stubs
+	@PATH="$(CURDIR)/$(BIN):$$PATH" $(RUN) -m grpc_tools.protoc --proto_path=protos --python_out=$(VENV)/stubs \
+		--pyi_out=$(VENV)/stubs --grpc_python_out=$(VENV)/stubs --mypy_grpc_out=quiet:$(VENV)/stubs $(PROTO_FILES)
+endef
+
+verify-stubs: $(VENV)/.packages ## the checked-in stubs are those of the protos
+	$(generate-stubs)
+	@diff --recursive --brief --exclude=__pycache__ $(VENV)/stubs $(STUBS) || { echo "The stubs are stale: make fix-stubs"; exit 1; }
+
+fix-stubs: $(VENV)/.packages ## generate the stubs
+	$(generate-stubs)
+	@rm -rf $(STUBS)/trunkline && mkdir -p $(STUBS) && cp -r $(VENV)/stubs/trunkline $(STUBS)/
+
+protos: fix-protos fix-stubs ## lay the protos out and generate the stubs
+
+# Against main as published, or as committed here where nothing is published.
+verify-breaking: $(VENV)/.packages ## buf: no change that breaks a peer which speaks main's protos
+	@ref=$$(git rev-parse --verify --quiet origin/main || git rev-parse --verify --quiet main || true); \
+	if [ -z "$$ref" ] || [ -z "$$(git ls-tree -r --name-only "$$ref" -- protos/trunkline)" ]; then echo "no protos on main to compare with"; \
+	else $(BIN)/buf breaking --against "$$(git rev-parse --git-common-dir)#ref=$$ref"; fi
