@@ -1,0 +1,144 @@
+"""An engine on a hand-driven clock, with a list for an inbox and a notebook for an outbox."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from tests.fakes.hash_model import END, VOCAB, HashModel
+from workers.engine import messages as m
+from workers.engine.batch import RaggedBatch
+from workers.engine.blocks import BlockPool
+from workers.engine.engine import Engine, Vocabulary
+from workers.engine.runner import Runner
+from workers.engine.sampler import sample
+from workers.engine.scheduler import Limits, Plan, Scheduler
+
+
+class HandClock:
+    """Time that moves when told to."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+@dataclass
+class Notebook:
+    """Outbox that keeps everything and checks INV-2 as it comes."""
+
+    messages: list[m.FromEngine] = field(default_factory=list)
+    tokens: dict[tuple[int, int], list[int]] = field(default_factory=lambda: defaultdict(list))
+    logprobs: dict[tuple[int, int], list[m.Logprob]] = field(default_factory=lambda: defaultdict(list))
+    first_index: dict[tuple[int, int], int] = field(default_factory=dict)
+    finishes: dict[tuple[int, int], m.Run] = field(default_factory=dict)
+    scheduled: dict[int, m.Scheduled] = field(default_factory=dict)
+    ended: dict[int, m.Event] = field(default_factory=dict)
+    vectors: dict[int, dict[int, m.Encoded]] = field(default_factory=lambda: defaultdict(dict))
+
+    def send(self, message: m.FromEngine) -> None:
+        self.messages.append(message)
+        if not isinstance(message, m.StepOut):
+            return
+        for event in message.events:
+            if isinstance(event, m.Scheduled):
+                assert event.key not in self.scheduled
+                assert event.key not in self.ended
+                self.scheduled[event.key] = event
+        for run in message.runs:
+            self._run(run)
+        for event in message.events:
+            if not isinstance(event, m.Scheduled):
+                self._end(event)
+
+    def _run(self, run: m.Run) -> None:
+        where = (run.key, run.choice)
+        assert run.key not in self.ended, "a token after the terminal event"
+        assert where not in self.finishes, "a token after the finish"
+        first = self.first_index.setdefault(where, run.index)
+        assert run.index == first + len(self.tokens[where]), "a gap in a choice"
+        self.tokens[where].extend(run.tokens)
+        self.logprobs[where].extend(run.logprobs)
+        if run.finish:
+            self.finishes[where] = run
+
+    def _end(self, event: m.Event) -> None:
+        if isinstance(event, m.Freed) and event.key in self.ended:
+            return  # cancelling what has ended is acknowledged as well
+        assert event.key not in self.ended, "two terminal events"
+        if isinstance(event, m.Encoded):
+            assert event.index not in self.vectors[event.key]
+            self.vectors[event.key][event.index] = event
+            if not event.last:
+                return
+        self.ended[event.key] = event
+
+
+class SpyRunner(Runner):
+    """Remembers which requests were in each step, and how many preemptions any sequence has seen."""
+
+    def __init__(self, blocks: int) -> None:
+        super().__init__(HashModel(), HashModel.cache(blocks))
+        self.keys: list[set[int]] = []
+        self.sizes: list[int] = []
+        self.most_preempted = 0
+
+    def arrays(self, plan: Plan) -> RaggedBatch:
+        self.keys.append({span.sequence.request.key for span in plan.spans})
+        self.sizes.append(sum(span.count for span in plan.spans))
+        self.most_preempted = max(self.most_preempted, *(span.sequence.preemptions for span in plan.spans))
+        return super().arrays(plan)
+
+
+class Rig:
+    """The engine and everything around it. Each step takes 10 ms."""
+
+    def __init__(
+        self,
+        blocks: int = 64,
+        batch_tokens: int = 32,
+        seqs: int = 8,
+        context: int = 512,
+        held: int = 64,
+    ) -> None:
+        self.clock = HandClock()
+        self.notes = Notebook()
+        self.runner = SpyRunner(blocks)
+        self.pool = BlockPool(blocks)
+        limits = Limits(max_batch_tokens=batch_tokens, max_seqs=seqs, max_held=held, max_context=context)
+        self.scheduler = Scheduler(limits, self.pool)
+        self.queue: list[m.ToEngine] = []
+        self.engine = Engine(
+            Vocabulary(VOCAB, (END,)), self.scheduler, self.runner, sample, self.clock, self, self.notes
+        )
+
+    def receive(self, timeout_s: float) -> Sequence[m.ToEngine]:
+        taken, self.queue = self.queue, []
+        return taken
+
+    def say(self, *messages: m.ToEngine) -> None:
+        """Puts messages where the next step finds them."""
+        self.queue.extend(messages)
+
+    def step(self) -> bool:
+        """One turn and 10 ms."""
+        ran = self.engine.step()
+        self.clock.now += 0.01
+        return ran
+
+    def finish(self, most_steps: int = 2000) -> None:
+        """Steps until nothing runs; more than `most_steps` is a livelock."""
+        for _ in range(most_steps):
+            if not self.step() and not self.queue:
+                return
+        raise AssertionError("the engine does not come to an end")
+
+
+def admit(key: int, prompt: Sequence[int], max_tokens: int = 8, *, choices: int = 1, **rest: object) -> m.Admit:
+    """A greedy generation of `choices` fresh choices unless `rest` says otherwise."""
+    rest.setdefault("sampling", m.Sampling())
+    fresh = [m.ChoiceIn(index) for index in range(choices)]
+    return m.Admit(key, m.pack_tokens(prompt), fresh, max_tokens=max_tokens, **rest)  # type: ignore[arg-type]

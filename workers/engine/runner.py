@@ -1,0 +1,89 @@
+"""The model and its KV pool: turns a plan into the arrays of one ragged step and runs it.
+
+Owns tensors, nothing else does. The one rule: `arrays` only reads the plan, `forward` only reads the arrays, so that a
+step is fully described by one `RaggedBatch`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from workers.engine.batch import BLOCK_SIZE, KVCache, RaggedBatch
+from workers.engine.blocks import blocks_for
+from workers.engine.scheduler import Plan, Span
+
+Ints = npt.NDArray[np.int32]
+
+
+class Model(Protocol):
+    """A decoder over a ragged batch and a paged cache."""
+
+    def forward(self, batch: RaggedBatch, kv: KVCache) -> torch.Tensor:
+        """Final hidden states [T, d]; writes keys and values."""
+        ...
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """fp32 [R, V] of hidden rows [R, d]."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """What a step computed."""
+
+    hidden: torch.Tensor  # [T, d], final-normed
+    logits: torch.Tensor  # fp32 [R, V], one row per span that samples, in span order
+
+
+class Runner:
+    """One model on one device. Not thread-safe: one step at a time."""
+
+    def __init__(self, model: Model, cache: KVCache) -> None:
+        self._model = model
+        self._cache = cache
+
+    def arrays(self, plan: Plan) -> RaggedBatch:
+        """The ragged batch of a non-empty plan, on the cache's device."""
+        spans = plan.spans
+        starts = np.array([span.start for span in spans], np.int32)
+        counts = np.array([span.count for span in spans], np.int32)
+        query_starts = np.zeros(len(spans) + 1, np.int32)
+        np.cumsum(counts, out=query_starts[1:])
+        owner = np.repeat(np.arange(len(spans)), counts)
+        positions = (np.arange(len(owner)) + (starts - query_starts[:-1])[owner]).astype(np.int32)
+        tables = _tables(spans)
+        return RaggedBatch(
+            tokens=self._place(np.concatenate([_tokens(span) for span in spans])),
+            positions=self._place(positions),
+            slots=self._place(tables[owner, positions // BLOCK_SIZE] * BLOCK_SIZE + positions % BLOCK_SIZE),
+            query_starts=self._place(query_starts),
+            context_lens=self._place(starts + counts),
+            block_tables=self._place(tables),
+            logit_rows=self._place(query_starts[1:][[span.samples for span in spans]] - 1),
+        )
+
+    def forward(self, batch: RaggedBatch) -> Output:
+        """Runs the step."""
+        hidden = self._model.forward(batch, self._cache)
+        return Output(hidden, self._model.logits(hidden[batch.logit_rows.long()]))
+
+    def _place(self, array: Ints) -> torch.Tensor:
+        return torch.from_numpy(array).to(self._cache.keys.device)
+
+
+def _tokens(span: Span) -> Ints:
+    return span.sequence.tokens[span.start : span.start + span.count]
+
+
+def _tables(spans: tuple[Span, ...]) -> Ints:
+    """Block ids of the spans' contexts, int32 [S, B], padded with 0."""
+    used = [blocks_for(span.start + span.count) for span in spans]
+    tables = np.zeros((len(spans), max(used)), np.int32)
+    for row, span, count in zip(tables, spans, used, strict=True):
+        row[:count] = span.sequence.blocks[:count]
+    return tables
