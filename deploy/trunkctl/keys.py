@@ -1,0 +1,190 @@
+"""`trunkctl keys create|list|revoke`: the API keys of a mesh, in the file that its gateways read again when it changes.
+
+The file holds sha256 of each secret, never the secret: what `create` prints is not to be had again.
+"""
+
+import argparse
+import datetime
+import hashlib
+import random
+import string
+from collections.abc import Sequence
+
+import msgspec
+from rich.console import Console
+from rich.table import Table
+
+from shared.clock import Clock, SystemClock
+from shared.ids import SYSTEM_RNG
+from trunkctl.failure import CommandError
+from trunkctl.generate import write
+from trunkctl.home import Home, find_home, write_private
+from trunkctl.options import Subparsers, positive
+
+SCOPES = ("generate", "embed", "cancel", "admin")
+ALPHABET = string.ascii_letters + string.digits
+ID_LENGTH = 8
+SECRET_LENGTH = 32
+
+
+class Limits(msgspec.Struct, frozen=True, kw_only=True):
+    """Per minute: requests and tokens; at once: requests; and the highest priority a request may ask for."""
+
+    rpm: int = 6_000
+    tpm: int = 10_000_000
+    concurrency: int = 512
+    max_priority: int = 10
+
+
+class Key(msgspec.Struct, frozen=True, kw_only=True):
+    """One key record."""
+
+    id: str
+    sha256: str
+    tenant: str
+    scopes: list[str]
+    models: list[str]
+    limits: Limits
+    expires_at: str | None = None  # RFC 3339, in UTC
+
+
+class KeyFile(msgspec.Struct, frozen=True):
+    """The whole file."""
+
+    keys: list[Key] = []
+
+
+def add_parser(subparsers: Subparsers) -> None:
+    """Adds `keys`."""
+    parser = subparsers.add_parser("keys", help="make, list and revoke API keys")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    _add_create(commands)
+    commands.add_parser("list", help="list the keys").set_defaults(run=run_list)
+    revoke = commands.add_parser("revoke", help="revoke keys")
+    revoke.add_argument("id", nargs="+", help="key id, as listed")
+    revoke.set_defaults(run=run_revoke)
+
+
+def _add_create(commands: Subparsers) -> None:
+    create = commands.add_parser("create", help="make a key and print its secret, once")
+    create.add_argument("--tenant", required=True, help="tenant that the key belongs to")
+    create.add_argument("--scope", action="append", choices=SCOPES, help="repeatable (generate, embed, cancel)")
+    create.add_argument("--model", action="append", metavar="NAME", help="model it may use; repeatable (all)")
+    create.add_argument("--expires-in-days", type=float, metavar="DAYS", help="days until it expires (never)")
+    defaults = Limits()
+    create.add_argument("--rpm", type=positive, default=defaults.rpm, help="requests a minute (%(default)s)")
+    create.add_argument("--tpm", type=positive, default=defaults.tpm, help="tokens a minute (%(default)s)")
+    create.add_argument(
+        "--concurrency", type=positive, default=defaults.concurrency, help="requests at once (%(default)s)"
+    )
+    create.add_argument(
+        "--max-priority", type=int, default=defaults.max_priority, help="highest priority to ask for (%(default)s)"
+    )
+    create.set_defaults(run=run_create)
+
+
+def run_create(args: argparse.Namespace) -> int:
+    """Prints the secret on standard output."""
+    key, secret = make_key(
+        SYSTEM_RNG,
+        tenant=args.tenant,
+        scopes=args.scope or SCOPES[:3],
+        models=args.model or ["*"],
+        limits=Limits(rpm=args.rpm, tpm=args.tpm, concurrency=args.concurrency, max_priority=args.max_priority),
+        expires_at=_expiry(SystemClock(), args.expires_in_days),
+    )
+    add_key(find_home(args.home), key)
+    write(secret + "\n")
+    return 0
+
+
+def run_list(args: argparse.Namespace) -> int:
+    """Lists the records; there is no secret in them."""
+    table = Table(box=None, header_style="dim")
+    for name in ("id", "tenant", "scopes", "models", "rpm", "tpm", "concurrency", "priority", "expires"):
+        table.add_column(name, overflow="fold")
+    for key in read_keys(find_home(args.home)).keys:
+        limits = (key.limits.rpm, key.limits.tpm, key.limits.concurrency, key.limits.max_priority)
+        words = (",".join(key.scopes), ",".join(key.models), *map(str, limits), key.expires_at or "never")
+        table.add_row(key.id, key.tenant, *words)
+    Console(highlight=False).print(table)
+    return 0
+
+
+def run_revoke(args: argparse.Namespace) -> int:
+    """Takes the keys out of the file; gateways refuse them as soon as they have read it."""
+    home = find_home(args.home)
+    keys = read_keys(home).keys
+    if unknown := set(args.id) - {key.id for key in keys}:
+        raise CommandError(f"no such key: {', '.join(sorted(unknown))}")
+    write_keys(home, [key for key in keys if key.id not in args.id])
+    return 0
+
+
+def ensure_dev_key(home: Home) -> None:
+    """Makes the local key where there is none yet: plain in `dev.key`, hashed among the other keys."""
+    secret = home.dev_key.read_text().strip() if home.dev_key.exists() else None
+    if secret and any(key.sha256 == _digest(secret) for key in read_keys(home).keys):
+        return
+    key, secret = make_key(SYSTEM_RNG, tenant="dev", scopes=SCOPES, models=["*"], limits=Limits(), expires_at=None)
+    add_key(home, key)
+    write_private(home.dev_key, secret.encode() + b"\n")
+
+
+def make_key(
+    rng: random.Random,
+    *,
+    tenant: str,
+    scopes: Sequence[str],
+    models: Sequence[str],
+    limits: Limits,
+    expires_at: str | None,
+) -> tuple[Key, str]:
+    """A new record and its secret, `tl_<id>_<32 letters and digits>`."""
+    key_id = "k" + _draw(rng, ID_LENGTH - 1)
+    secret = f"tl_{key_id}_{_draw(rng, SECRET_LENGTH)}"
+    key = Key(
+        id=key_id,
+        sha256=_digest(secret),
+        tenant=tenant,
+        scopes=list(scopes),
+        models=list(models),
+        limits=limits,
+        expires_at=expires_at,
+    )
+    return key, secret
+
+
+def read_keys(home: Home) -> KeyFile:
+    """The key file; without keys where there is none."""
+    try:
+        return msgspec.json.decode(home.keys.read_bytes(), type=KeyFile)
+    except FileNotFoundError:
+        return KeyFile()
+    except msgspec.DecodeError as error:
+        raise CommandError(f"{home.keys}: {error}") from None
+
+
+def add_key(home: Home, key: Key) -> None:
+    """Adds one record to the file."""
+    write_keys(home, [*read_keys(home).keys, key])
+
+
+def write_keys(home: Home, keys: Sequence[Key]) -> None:
+    """Replaces the file as a whole, so that a gateway never reads half of it."""
+    write_private(home.keys, msgspec.json.format(msgspec.json.encode(KeyFile(list(keys))), indent=2) + b"\n")
+
+
+def _digest(secret: str) -> str:
+    return hashlib.sha256(secret.encode()).hexdigest()
+
+
+def _draw(rng: random.Random, length: int) -> str:
+    return "".join(rng.choice(ALPHABET) for _ in range(length))
+
+
+def _expiry(clock: Clock, days: float | None) -> str | None:
+    if days is None:
+        return None
+    end = datetime.datetime.fromtimestamp(clock.wall_ms() / 1000 + days * 86_400, datetime.UTC)
+    return end.isoformat(timespec="seconds").replace("+00:00", "Z")

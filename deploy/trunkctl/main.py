@@ -1,0 +1,48 @@
+"""The command line: every command, and what becomes of a failure — one line on stderr and an exit code.
+
+0 done, 1 failed, 2 wrong usage, 130 interrupted.
+"""
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+
+import grpc
+from rich.console import Console
+
+from trunkctl import chat, generate, keys, mesh, model, request, trace
+from trunkctl.failure import CommandError, explain
+
+INTERRUPTED = 130
+
+
+def run(argv: Sequence[str] | None = None) -> int:
+    """Runs one command and returns its exit code."""
+    args = _parser().parse_args(argv)
+    try:
+        code: int = args.run(args)
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # so that the last flush does not complain
+        return 1
+    except grpc.RpcError as error:
+        return _fail(explain(error))
+    except (CommandError, OSError) as error:
+        return _fail(str(error))
+    return code
+
+
+def _fail(text: str) -> int:
+    Console(stderr=True, highlight=False, soft_wrap=True).print(f"trunkctl: {text}", style="red", markup=False)
+    return 1
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="trunkctl", description="Runs a Trunkline mesh here, and talks to any.")
+    parser.add_argument("--home", metavar="DIR", help="runtime directory (TRUNKLINE_HOME, .trunkline)")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND", title="commands")
+    for command in (mesh, model, generate, chat, trace, request, keys):
+        command.add_parser(commands)
+    return parser

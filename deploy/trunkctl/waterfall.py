@@ -1,0 +1,140 @@
+"""A trace as a waterfall: a line per span, nested under its parent, with a bar to scale. Pure: spans in, table out."""
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import msgspec
+from rich.table import Table
+from rich.text import Text
+
+from trunkline.common.v1 import common_pb2
+
+MOST_ALIKE = 4  # siblings of one name beyond these share a line
+EIGHTHS = "▏▎▍▌▋▊▉█"
+STYLES = {"gateway": "cyan", "router": "magenta", "worker": "green"}
+PARTS = tuple(
+    field.name.removesuffix("_ms")
+    for field in common_pb2.Receipt.DESCRIPTOR.fields
+    if field.name.endswith("_ms") and field.name != "total_ms"
+)
+
+
+class Event(msgspec.Struct, frozen=True):
+    """Something that happened at one moment of a span."""
+
+    name: str
+    at_us: int
+
+
+class Span(msgspec.Struct, frozen=True, kw_only=True):
+    """A span as the state store holds it. Times are microseconds since the Unix epoch."""
+
+    name: str
+    service: str
+    span_id: str
+    parent_id: str | None = None
+    start_us: int
+    end_us: int
+    status: str = ""
+    attrs: dict[str, str | bool | int | float | list[str | bool | int | float]] = {}
+    events: list[Event] = []
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line: a span, or several alike."""
+
+    depth: int
+    spans: Sequence[Span]
+
+    @property
+    def start_us(self) -> int:
+        """Start of the first."""
+        return min(span.start_us for span in self.spans)
+
+    @property
+    def end_us(self) -> int:
+        """End of the last."""
+        return max(span.end_us for span in self.spans)
+
+
+def rows(spans: Iterable[Span]) -> list[Row]:
+    """Depth first, children by their start. A span whose parent is not among the spans stands at the top."""
+    spans = list(spans)
+    known = {span.span_id for span in spans}
+    children: dict[str | None, list[Span]] = defaultdict(list)
+    for span in sorted(spans, key=lambda span: span.start_us):
+        children[span.parent_id if span.parent_id in known else None].append(span)
+    return list(_below(None, 0, children))
+
+
+def _below(parent: str | None, depth: int, children: dict[str | None, list[Span]]) -> Iterator[Row]:
+    by_name: dict[str, list[Span]] = defaultdict(list)
+    for span in children.pop(parent, []):  # popped, so that a broken trace with a circle ends, too
+        by_name[span.name].append(span)
+    for alike in by_name.values():
+        groups = [alike] if len(alike) > MOST_ALIKE else [[span] for span in alike]
+        for group in groups:
+            yield Row(depth, group)
+            for span in group:
+                yield from _below(span.span_id, depth + 1, children)
+
+
+def waterfall(spans: Iterable[Span], width: int) -> Table:
+    """The lines, with bars `width` cells wide that share one time scale."""
+    lines = rows(spans)
+    first = min(row.start_us for row in lines)
+    scale = width / max(1, max(row.end_us for row in lines) - first)
+    table = Table(box=None, header_style="dim", pad_edge=False)
+    table.add_column("span", no_wrap=True)
+    table.add_column("start ms", justify="right")
+    table.add_column("ms", justify="right")
+    table.add_column("", width=width, no_wrap=True)
+    for row in lines:
+        table.add_row(_label(row), _ms(row.start_us - first), _ms(row.end_us - row.start_us), _bar(row, first, scale))
+    return table
+
+
+def _label(row: Row) -> Text:
+    span = row.spans[0]
+    label = Text("  " * row.depth + span.name)
+    if len(row.spans) > 1:
+        label.append(f" ×{len(row.spans)}", style="bold")
+    label.append(f" {span.service}", style="dim")
+    if span.status not in ("", "OK", "UNSET"):
+        label.append(f" {span.status}", style="red")
+    return label
+
+
+def _bar(row: Row, first_us: int, scale: float) -> Text:
+    """Whole cells up to the start, then the length in eighths of a cell, at least one; first_token as a mark."""
+    start = int((row.start_us - first_us) * scale)
+    eighths = max(1, round((row.end_us - row.start_us) * scale * 8))
+    whole, rest = divmod(eighths, 8)
+    cells = list(" " * start + EIGHTHS[7] * whole + (EIGHTHS[rest - 1] if rest else ""))
+    for at_us in (event.at_us for span in row.spans for event in span.events if event.name == "first_token"):
+        cells[min(int((at_us - first_us) * scale), len(cells) - 1)] = "◆"
+    return Text("".join(cells), style=STYLES.get(_role(row.spans[0].service), "white"))
+
+
+def _role(service: str) -> str:
+    return next((role for role in STYLES if role in service), "")
+
+
+def _ms(us: int) -> str:
+    return f"{us / 1000:.1f}"
+
+
+def receipt_table(receipt: common_pb2.Receipt) -> Table:
+    """Where the time went, part by part, with what no stage claims at the end; parts of no time are left out."""
+    table = Table(box=None, header_style="dim", pad_edge=False)
+    table.add_column("receipt")
+    table.add_column("ms", justify="right")
+    table.add_column("share", justify="right")
+    for part in PARTS:
+        took = getattr(receipt, f"{part}_ms")
+        if took or part == "unattributed":
+            table.add_row(part, f"{took:.1f}", f"{took / max(receipt.total_ms, 1e-9):.1%}")
+    table.add_row("total", f"{receipt.total_ms:.1f}", "", style="bold")
+    return table
