@@ -1,0 +1,80 @@
+"""From an artefact directory to a model that may serve.
+
+The one rule: `fused` serves only after it has agreed with `standard` on this machine; otherwise `standard` serves and
+says so loudly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from workers.engine.batch import KVCache, RaggedBatch
+from workers.models.config import ModelConfig
+from workers.models.llama import Llama
+from workers.models.ops import Ops
+from workers.models.registry import family
+from workers.models.standard import StandardOps
+from workers.weights.load import Progress, check_texts, load_weights, no_progress
+from workers.weights.manifest import Manifest, read_manifest
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """A verified, loaded model. One step at a time; not thread-safe."""
+
+    config: ModelConfig
+    manifest: Manifest
+    kernel_mode: str  # what serves, which may be less than what was asked for
+    path: str  # the numeric path, for people and for Describe
+    invariant: bool  # bits independent of batch composition, chunking, prefix hits and preemption
+    weight_bytes: int  # held in memory by weights
+    dtype: torch.dtype  # of activations and of the KV cache
+    device: torch.device
+    decoder: Llama
+
+    def forward(self, batch: RaggedBatch, kv: KVCache) -> torch.Tensor:
+        """Run one step and write its keys and values: final-normed hidden states [T, d]."""
+        return self.decoder.forward(batch, kv)
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Vocabulary scores of rows of `forward`'s result: [R, d] → fp32 [R, V]."""
+        return self.decoder.logits(hidden)
+
+
+def load_model(
+    directory: Path, *, kernel_mode: str, threads: int, device: str = "cpu", progress: Progress = no_progress
+) -> Model:
+    """Verify and load an artefact; raises ArtefactError when anything in it is not as converted."""
+    torch.set_num_threads(threads)
+    manifest = read_manifest(directory)
+    config = check_texts(directory, manifest)
+    weights = load_weights(directory, manifest, config, threads, progress)
+    place = torch.device(device)
+    placed = {name: _placed(tensor, place) for name, tensor in weights.items()}
+    return _model(config, manifest, "standard", StandardOps(place), placed)
+
+
+def _placed(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """The CPU computes in fp32 whatever was stored; bf16 → fp32 is exact."""
+    return tensor.float() if device.type == "cpu" else tensor.to(device)
+
+
+def _model(
+    config: ModelConfig, manifest: Manifest, kernel_mode: str, ops: Ops, weights: Mapping[str, torch.Tensor]
+) -> Model:
+    decoder = family(config.architecture).model(config, ops, weights)
+    return Model(
+        config=config,
+        manifest=manifest,
+        kernel_mode=kernel_mode,
+        path=ops.path,
+        invariant=ops.invariant,
+        weight_bytes=sum(tensor.nbytes for tensor in weights.values()),
+        dtype=decoder.dtype,
+        device=decoder.device,
+        decoder=decoder,
+    )
