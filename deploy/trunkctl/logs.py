@@ -3,6 +3,7 @@
 import asyncio
 import os
 import shutil
+from contextlib import suppress
 from pathlib import Path
 
 LIMIT = 8 << 20  # bytes in a log, and as many again in the piece before it
@@ -26,8 +27,10 @@ async def keep_bounded(path: Path, every_s: float = 1.0) -> None:
 
 
 def cut(path: Path, limit: int = LIMIT) -> None:
-    """Moves the log's content to `<name>.1` if it is longer than `limit` bytes."""
-    if path.stat().st_size > limit:
+    """Moves the log's content to `<name>.1` if it is longer than `limit` bytes. A log that somebody removed is fine."""
+    with suppress(FileNotFoundError):
+        if path.stat().st_size <= limit:
+            return
         shutil.copyfile(path, path.with_name(f"{path.name}.1"))
         os.truncate(path, 0)
 

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import grpc
 from rich.console import Console
 
+from shared.errors import StartError
 from trunkctl import chat, generate, keys, mesh, model, request, trace
 from trunkctl.failure import CommandError, explain
 
@@ -29,7 +30,7 @@ def run(argv: Sequence[str] | None = None) -> int:
         return 1
     except grpc.RpcError as error:
         return _fail(explain(error))
-    except (CommandError, OSError) as error:
+    except (CommandError, StartError, OSError) as error:
         return _fail(str(error))
     return code
 

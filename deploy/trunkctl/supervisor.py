@@ -51,10 +51,11 @@ class Backoff:
 class Supervisor:
     """Runs one plan until it is told to stop."""
 
-    def __init__(self, home: Home, plan: Plan, clock: Clock) -> None:
+    def __init__(self, home: Home, plan: Plan, clock: Clock, *, grace_s: float = GRACE_S) -> None:
         self._home = home
         self._plan = plan
         self._clock = clock
+        self._grace_s = grace_s
         self._stopping = asyncio.Event()
         self._keepers: dict[str, asyncio.Task[None]] = {}
         self._processes: dict[str, Process] = {}
@@ -125,7 +126,7 @@ class Supervisor:
             if not keepers:
                 continue
             self._end(names, lambda process: send(process, signal.SIGTERM))
-            await asyncio.wait(keepers, timeout=GRACE_S)
+            await asyncio.wait(keepers, timeout=self._grace_s)
             self._end(names, kill_group)
             await asyncio.wait(keepers)
 

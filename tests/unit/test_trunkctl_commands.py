@@ -1,0 +1,164 @@
+"""Commands end with an exit code and one line, never a traceback; what a mesh refuses is told in its own words."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import grpc
+import pytest
+from grpc_status import rpc_status
+
+from shared.errors import Reason, TrunklineError, Violation, to_status
+from trunkctl.main import run
+from trunkline.common.v1 import common_pb2
+from trunkline.inference.v1 import inference_pb2, inference_pb2_grpc
+
+COMMANDS = [
+    "",
+    "mesh",
+    "mesh up",
+    "mesh down",
+    "mesh status",
+    "model",
+    "generate",
+    "chat",
+    "trace",
+    "request get",
+    "request cancel",
+    "keys create",
+    "keys list",
+    "keys revoke",
+]
+REFUSAL = TrunklineError(
+    Reason.BAD_FIELD,
+    "two fields are not valid",
+    violations=[Violation("max_tokens", "must be at least 1"), Violation("n", "must be at most 16")],
+)
+LIMITED = TrunklineError(Reason.RPM, "too many requests", retry_after_s=1.5)
+
+
+class Gateway(inference_pb2_grpc.InferenceServiceServicer):
+    """Answers as a gateway does, with one canned outcome per model."""
+
+    def ListModels(self, request, context):  # type: ignore[no-untyped-def]
+        if dict(context.invocation_metadata()).get("authorization") != "Bearer good":
+            context.abort_with_status(
+                rpc_status.to_status(to_status(TrunklineError(Reason.KEY_UNKNOWN, "unknown key")))
+            )
+        return inference_pb2.ListModelsResponse(models=[inference_pb2.Model(name="echo")])
+
+    def Generate(self, request, context):  # type: ignore[no-untyped-def]
+        errors = {"bad": REFUSAL, "limited": LIMITED}
+        if request.spec.model in errors:
+            context.abort_with_status(rpc_status.to_status(to_status(errors[request.spec.model])))
+        yield inference_pb2.GenerateResponse(started=inference_pb2.Started(request_id="ab" * 16))
+        yield inference_pb2.GenerateResponse(heartbeat=inference_pb2.Heartbeat())
+        for piece in (request.spec.prompt, *(message.content for message in request.spec.chat.messages)):
+            yield inference_pb2.GenerateResponse(delta=inference_pb2.Delta(text=piece))
+        usage = common_pb2.Usage(prompt_tokens=3, completion_tokens=2)
+        yield inference_pb2.GenerateResponse(finished=inference_pb2.Finished(usage=usage))
+
+    def CancelGeneration(self, request, context):  # type: ignore[no-untyped-def]
+        state = common_pb2.REQUEST_STATE_CANCELLED
+        return inference_pb2.CancelGenerationResponse(confirmed=request.request_id == "freed", state=state)
+
+
+@pytest.fixture
+def address(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    monkeypatch.setenv("TRUNKLINE_API_KEY", "good")
+    server = grpc.server(ThreadPoolExecutor(2))
+    inference_pb2_grpc.add_InferenceServiceServicer_to_server(Gateway(), server)  # type: ignore[abstract]
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    yield f"127.0.0.1:{port}"
+    server.stop(None).wait()
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_explains_itself(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        run([*command.split(), "--help"])
+    assert ended.value.code == 0
+    assert f"trunkctl {command}".strip() in capsys.readouterr().out
+
+
+def test_wrong_usage_ends_with_2() -> None:
+    with pytest.raises(SystemExit) as ended:
+        run(["mesh", "up", "--workers", "0"])
+    assert ended.value.code == 2
+
+
+def test_generate_streams_the_text_alone_to_stdout(address: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["generate", "hello", "--address", address]) == 0
+    out, err = capsys.readouterr()
+    assert out == "hello\n"
+    assert "3 tokens in, 2 out" in err
+    assert "ab" * 16 in err
+
+
+def test_a_system_message_goes_before_the_users(address: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["generate", "you", "--system", "me", "--quiet", "--address", address]) == 0
+    assert capsys.readouterr() == ("meyou\n", "")
+
+
+def test_a_refusal_is_one_line_with_its_reason_and_every_field(
+    address: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["generate", "x", "--model", "bad", "--address", address]) == 1
+    assert capsys.readouterr().err == (
+        "trunkctl: BAD_FIELD: two fields are not valid; max_tokens: must be at least 1; n: must be at most 16\n"
+    )
+
+
+def test_a_limit_tells_when_to_try_again(address: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["generate", "x", "--model", "limited", "--address", address]) == 1
+    assert "RPM: too many requests; try again in 1.5 s" in capsys.readouterr().err
+
+
+def test_a_key_file_goes_before_the_environment(
+    address: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "key").write_text("other\n")
+    assert run(["generate", "x", "--address", address, "--api-key-file", str(tmp_path / "key")]) == 1
+    assert "KEY_UNKNOWN" in capsys.readouterr().err
+
+
+def test_no_mesh_no_key_and_no_model_are_told_in_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("TRUNKLINE_API_KEY", raising=False)
+    home = ["--home", str(tmp_path)]
+    for command, word in ((["generate", "x"], "API key"), (["mesh", "up"], "model"), (["trace", "0"], "--redis-url")):
+        assert run([*home, *command]) == 1
+        err = capsys.readouterr().err
+        assert word in err
+        assert err.count("\n") == 1
+    assert run([*home, "mesh", "down"]) == 0
+    assert run([*home, "mesh", "status"]) == 1
+
+
+def test_an_unreachable_mesh_is_told_in_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("TRUNKLINE_API_KEY", "good")
+    assert run(["generate", "x", "--model", "m", "--address", "127.0.0.1:1"]) == 1
+    assert "UNAVAILABLE" in capsys.readouterr().err
+
+
+def test_a_cancel_that_nobody_confirmed_ends_with_1(address: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["request", "cancel", "freed", "--address", address]) == 0
+    assert run(["request", "cancel", "other", "--address", address]) == 1
+    assert capsys.readouterr().out == "CANCELLED, freed\nCANCELLED, not confirmed\n"
+
+
+def test_a_reader_that_went_away_leaves_no_traceback(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "trunkctl", "--home", str(tmp_path), "keys", "create", "--tenant", "x"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout
+        process.stdout.close()
+        assert process.stderr
+        assert process.stderr.read() == b""
