@@ -88,11 +88,13 @@ def waterfall(spans: Iterable[Span], width: int) -> Table:
     scale = width / max(1, max(row.end_us for row in lines) - first)
     table = Table(box=None, header_style="dim", pad_edge=False)
     table.add_column("span", no_wrap=True)
-    table.add_column("start ms", justify="right")
-    table.add_column("ms", justify="right")
+    table.add_column("stage", style="dim", no_wrap=True)
+    table.add_column("at ms", justify="right", no_wrap=True)
+    table.add_column("ms", justify="right", no_wrap=True)
     table.add_column("", width=width, no_wrap=True)
     for row in lines:
-        table.add_row(_label(row), _ms(row.start_us - first), _ms(row.end_us - row.start_us), _bar(row, first, scale))
+        bar = _bar(row, first, scale, width)
+        table.add_row(_label(row), _stage(row), _ms(row.start_us - first), _ms(row.end_us - row.start_us), bar)
     return table
 
 
@@ -101,25 +103,24 @@ def _label(row: Row) -> Text:
     label = Text("  " * row.depth + span.name)
     if len(row.spans) > 1:
         label.append(f" ×{len(row.spans)}", style="bold")
-    label.append(f" {span.service}", style="dim")
     if span.status not in ("", "OK", "UNSET"):
         label.append(f" {span.status}", style="red")
     return label
 
 
-def _bar(row: Row, first_us: int, scale: float) -> Text:
-    """Whole cells up to the start, then the length in eighths of a cell, at least one; first_token as a mark."""
-    start = int((row.start_us - first_us) * scale)
-    eighths = max(1, round((row.end_us - row.start_us) * scale * 8))
+def _bar(row: Row, first_us: int, scale: float, width: int) -> Text:
+    """Blanks up to the start, then the length in eighths of a cell, at least one; the first token as a mark."""
+    start = min(int((row.start_us - first_us) * scale), width - 1)
+    eighths = max(1, min(round((row.end_us - row.start_us) * scale * 8), 8 * (width - start)))
     whole, rest = divmod(eighths, 8)
     cells = list(" " * start + EIGHTHS[7] * whole + (EIGHTHS[rest - 1] if rest else ""))
     for at_us in (event.at_us for span in row.spans for event in span.events if event.name == "first_token"):
-        cells[min(int((at_us - first_us) * scale), len(cells) - 1)] = "◆"
-    return Text("".join(cells), style=STYLES.get(_role(row.spans[0].service), "white"))
+        cells[max(start, min(int((at_us - first_us) * scale), len(cells) - 1))] = "◆"
+    return Text("".join(cells), style=STYLES.get(_stage(row), "white"))
 
 
-def _role(service: str) -> str:
-    return next((role for role in STYLES if role in service), "")
+def _stage(row: Row) -> str:
+    return row.spans[0].service.removeprefix("trunkline-")
 
 
 def _ms(us: int) -> str:
