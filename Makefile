@@ -120,7 +120,7 @@ verify-types: $(VENV)/.packages ## mypy, strict
 	@$(BIN)/mypy
 
 verify-imports: $(VENV)/.packages ## import-linter: which package may import which
-	@$(BIN)/lint-imports
+	@$(BIN)/lint-imports --no-logo
 
 verify-protos: $(VENV)/.packages ## buf: lint and layout of the protos
 	@$(BIN)/buf lint

@@ -67,29 +67,37 @@ class Principal:
         return "*" in self.models or model in self.models
 
 
-class _ModelLimits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class ModelLimits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """As in the file: requests and tokens per minute, requests at once."""
+
     rpm: _Count = 6_000
     tpm: _Count = 10_000_000
     concurrency: _Count = 512
 
 
-class _Limits(_ModelLimits, frozen=True, forbid_unknown_fields=True):
+class KeyLimits(ModelLimits, frozen=True, forbid_unknown_fields=True):
+    """As in the file: these, and the highest priority a request may ask for."""
+
     max_priority: Annotated[int, msgspec.Meta(ge=-100, le=100)] = 10
 
 
-class _Key(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class Key(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One record of the file; `sha256` is of the whole secret."""
+
     id: _Name
     sha256: _Sha256
     tenant: _Name
-    scopes: list[Scope] = ["generate", "embed", "cancel"]
-    models: list[str] = ["*"]
-    limits: _Limits = _Limits()
-    model_limits: dict[str, _ModelLimits] = {}
+    scopes: tuple[Scope, ...] = ("generate", "embed", "cancel")
+    models: tuple[str, ...] = ("*",)
+    limits: KeyLimits = KeyLimits()
+    model_limits: dict[str, ModelLimits] = {}
     expires_at: datetime | None = None
 
 
-class _KeysFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    keys: list[_Key]
+class KeysFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The file, as `trunkctl keys` writes it."""
+
+    keys: list[Key]
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +107,7 @@ class _Record:
     principal: Principal
 
 
-def _record(key: _Key) -> _Record:
+def _record(key: Key) -> _Record:
     limits = Limits(key.limits.rpm, key.limits.tpm, key.limits.concurrency, key.limits.max_priority)
     per_model = {
         model: Limits(own.rpm, own.tpm, own.concurrency, limits.max_priority) for model, own in key.model_limits.items()
@@ -116,7 +124,7 @@ def _parse(data: bytes) -> dict[str, _Record]:
     """The records by key id; ValueError where the file is not right as a whole."""
     if len(data) > MAX_FILE_BYTES:
         raise ValueError(f"it is larger than {MAX_FILE_BYTES} bytes")
-    keys = msgspec.json.decode(data, type=_KeysFile).keys  # its errors are ValueErrors
+    keys = msgspec.json.decode(data, type=KeysFile).keys  # its errors are ValueErrors
     records = {key.id: _record(key) for key in keys}
     if len(records) < len(keys):
         raise ValueError("two keys have the same id")

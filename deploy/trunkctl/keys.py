@@ -9,11 +9,13 @@ import hashlib
 import random
 import string
 from collections.abc import Sequence
+from typing import get_args
 
 import msgspec
 from rich.console import Console
 from rich.table import Table
 
+from gateway.auth import Key, KeyLimits, KeysFile, Scope
 from shared.clock import Clock, SystemClock
 from shared.ids import SYSTEM_RNG
 from trunkctl.failure import CommandError
@@ -21,37 +23,10 @@ from trunkctl.generate import write
 from trunkctl.home import Home, find_home, write_private
 from trunkctl.options import Subparsers, positive
 
-SCOPES = ("generate", "embed", "cancel", "admin")
+SCOPES: tuple[Scope, ...] = get_args(Scope)
 ALPHABET = string.ascii_letters + string.digits
 ID_LENGTH = 8
 SECRET_LENGTH = 32
-
-
-class Limits(msgspec.Struct, frozen=True, kw_only=True):
-    """Per minute: requests and tokens; at once: requests; and the highest priority a request may ask for."""
-
-    rpm: int = 6_000
-    tpm: int = 10_000_000
-    concurrency: int = 512
-    max_priority: int = 10
-
-
-class Key(msgspec.Struct, frozen=True, kw_only=True):
-    """One key record."""
-
-    id: str
-    sha256: str
-    tenant: str
-    scopes: list[str]
-    models: list[str]
-    limits: Limits
-    expires_at: str | None = None  # RFC 3339, in UTC
-
-
-class KeyFile(msgspec.Struct, frozen=True):
-    """The whole file."""
-
-    keys: list[Key] = []
 
 
 def add_parser(subparsers: Subparsers) -> None:
@@ -71,7 +46,7 @@ def _add_create(commands: Subparsers) -> None:
     create.add_argument("--scope", action="append", choices=SCOPES, help="repeatable (generate, embed, cancel)")
     create.add_argument("--model", action="append", metavar="NAME", help="model it may use; repeatable (all)")
     create.add_argument("--expires-in-days", type=float, metavar="DAYS", help="days until it expires (never)")
-    defaults = Limits()
+    defaults = KeyLimits()
     create.add_argument("--rpm", type=positive, default=defaults.rpm, help="requests a minute (%(default)s)")
     create.add_argument("--tpm", type=positive, default=defaults.tpm, help="tokens a minute (%(default)s)")
     create.add_argument(
@@ -90,7 +65,7 @@ def run_create(args: argparse.Namespace) -> int:
         tenant=args.tenant,
         scopes=args.scope or SCOPES[:3],
         models=args.model or ["*"],
-        limits=Limits(rpm=args.rpm, tpm=args.tpm, concurrency=args.concurrency, max_priority=args.max_priority),
+        limits=KeyLimits(rpm=args.rpm, tpm=args.tpm, concurrency=args.concurrency, max_priority=args.max_priority),
         expires_at=_expiry(SystemClock(), args.expires_in_days),
     )
     add_key(find_home(args.home), key)
@@ -103,9 +78,9 @@ def run_list(args: argparse.Namespace) -> int:
     table = Table(box=None, header_style="dim")
     for name in ("id", "tenant", "scopes", "models", "rpm", "tpm", "concurrency", "priority", "expires"):
         table.add_column(name, overflow="fold")
-    for key in read_keys(find_home(args.home)).keys:
+    for key in read_keys(find_home(args.home)):
         limits = (key.limits.rpm, key.limits.tpm, key.limits.concurrency, key.limits.max_priority)
-        words = (",".join(key.scopes), ",".join(key.models), *map(str, limits), key.expires_at or "never")
+        words = (",".join(key.scopes), ",".join(key.models), *map(str, limits), str(key.expires_at or "never"))
         table.add_row(key.id, key.tenant, *words)
     Console(highlight=False).print(table)
     return 0
@@ -114,7 +89,7 @@ def run_list(args: argparse.Namespace) -> int:
 def run_revoke(args: argparse.Namespace) -> int:
     """Takes the keys out of the file; gateways refuse them as soon as they have read it."""
     home = find_home(args.home)
-    keys = read_keys(home).keys
+    keys = read_keys(home)
     if unknown := set(args.id) - {key.id for key in keys}:
         raise CommandError(f"no such key: {', '.join(sorted(unknown))}")
     write_keys(home, [key for key in keys if key.id not in args.id])
@@ -124,9 +99,9 @@ def run_revoke(args: argparse.Namespace) -> int:
 def ensure_dev_key(home: Home) -> None:
     """Makes the local key where there is none yet: plain in `dev.key`, hashed among the other keys."""
     secret = home.dev_key.read_text().strip() if home.dev_key.exists() else None
-    if secret and any(key.sha256 == _digest(secret) for key in read_keys(home).keys):
+    if secret and any(key.sha256 == _digest(secret) for key in read_keys(home)):
         return
-    key, secret = make_key(SYSTEM_RNG, tenant="dev", scopes=SCOPES, models=["*"], limits=Limits(), expires_at=None)
+    key, secret = make_key(SYSTEM_RNG, tenant="dev", scopes=SCOPES, models=["*"], limits=KeyLimits(), expires_at=None)
     add_key(home, key)
     write_private(home.dev_key, secret.encode() + b"\n")
 
@@ -135,10 +110,10 @@ def make_key(
     rng: random.Random,
     *,
     tenant: str,
-    scopes: Sequence[str],
+    scopes: Sequence[Scope],
     models: Sequence[str],
-    limits: Limits,
-    expires_at: str | None,
+    limits: KeyLimits,
+    expires_at: datetime.datetime | None,
 ) -> tuple[Key, str]:
     """A new record and its secret, `tl_<id>_<32 letters and digits>`."""
     key_id = "k" + _draw(rng, ID_LENGTH - 1)
@@ -147,32 +122,37 @@ def make_key(
         id=key_id,
         sha256=_digest(secret),
         tenant=tenant,
-        scopes=list(scopes),
-        models=list(models),
+        scopes=tuple(scopes),
+        models=tuple(models),
         limits=limits,
         expires_at=expires_at,
     )
     return key, secret
 
 
-def read_keys(home: Home) -> KeyFile:
-    """The key file; without keys where there is none."""
+def read_keys(home: Home) -> list[Key]:
+    """The records; none where there is no file."""
     try:
-        return msgspec.json.decode(home.keys.read_bytes(), type=KeyFile)
+        return msgspec.json.decode(home.keys.read_bytes(), type=KeysFile).keys
     except FileNotFoundError:
-        return KeyFile()
+        return []
     except msgspec.DecodeError as error:
         raise CommandError(f"{home.keys}: {error}") from None
 
 
 def add_key(home: Home, key: Key) -> None:
     """Adds one record to the file."""
-    write_keys(home, [*read_keys(home).keys, key])
+    write_keys(home, [*read_keys(home), key])
 
 
 def write_keys(home: Home, keys: Sequence[Key]) -> None:
-    """Replaces the file as a whole, so that a gateway never reads half of it."""
-    write_private(home.keys, msgspec.json.format(msgspec.json.encode(KeyFile(list(keys))), indent=2) + b"\n")
+    """Replaces the file as a whole, once it is known that gateways will take it."""
+    data = msgspec.json.encode(KeysFile(list(keys)))
+    try:
+        msgspec.json.decode(data, type=KeysFile)
+    except msgspec.ValidationError as error:
+        raise CommandError(f"gateways would not take this key: {error}") from None
+    write_private(home.keys, msgspec.json.format(data, indent=2) + b"\n")
 
 
 def _digest(secret: str) -> str:
@@ -183,8 +163,7 @@ def _draw(rng: random.Random, length: int) -> str:
     return "".join(rng.choice(ALPHABET) for _ in range(length))
 
 
-def _expiry(clock: Clock, days: float | None) -> str | None:
+def _expiry(clock: Clock, days: float | None) -> datetime.datetime | None:
     if days is None:
         return None
-    end = datetime.datetime.fromtimestamp(clock.wall_ms() / 1000 + days * 86_400, datetime.UTC)
-    return end.isoformat(timespec="seconds").replace("+00:00", "Z")
+    return datetime.datetime.fromtimestamp(round(clock.wall_ms() / 1000 + days * 86_400), datetime.UTC)
