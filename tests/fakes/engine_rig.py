@@ -129,7 +129,7 @@ class Rig:
         self.clock.now += 0.01
         return ran
 
-    def finish(self, most_steps: int = 2000) -> None:
+    def finish(self, most_steps: int = 5000) -> None:
         """Steps until nothing runs; more than `most_steps` is a livelock."""
         for _ in range(most_steps):
             if not self.step() and not self.queue:

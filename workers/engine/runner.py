@@ -72,6 +72,25 @@ class Runner:
         hidden = self._model.forward(batch, self._cache)
         return Output(hidden, self._model.logits(hidden[batch.logit_rows.long()]))
 
+    def warm_up(self, tokens: int) -> None:
+        """Runs a prefill of `tokens` tokens and one decode over blocks that hold nothing yet.
+
+        Raises ArithmeticError when the scores are not finite: then nothing this model says can be used.
+        """
+        for start, count in ((0, tokens), (tokens - 1, 1)):
+            where = np.arange(start, start + count, dtype=np.int32)
+            batch = RaggedBatch(
+                tokens=self._place(np.zeros(count, np.int32)),
+                positions=self._place(where),
+                slots=self._place(where),
+                query_starts=self._place(np.array([0, count], np.int32)),
+                context_lens=self._place(np.array([start + count], np.int32)),
+                block_tables=self._place(np.arange(blocks_for(tokens), dtype=np.int32)[None]),
+                logit_rows=self._place(np.array([count - 1], np.int32)),
+            )
+            if not bool(self.forward(batch).logits.isfinite().all()):
+                raise ArithmeticError("the model's scores are not finite at start-up")
+
     def _place(self, array: Ints) -> torch.Tensor:
         return torch.from_numpy(array).to(self._cache.keys.device)
 

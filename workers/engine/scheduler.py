@@ -100,9 +100,7 @@ class Scheduler:
             needed, there = most * BLOCK_SIZE, self.pool.total * BLOCK_SIZE
             return Refusal(Reason.TOO_LARGE, f"{needed} tokens of cache are needed, this engine has {there}")
         if self.held + len(request.sequences) > self.limits.max_held:
-            return Refusal(
-                Reason.QUEUE_FULL, f"{self.held} of {self.limits.max_held} sequences are held", retryable=True
-            )
+            return Refusal(Reason.QUEUE_FULL, f"{self.held} of {self.limits.max_held} sequences are held")
         self.requests[request.key] = request
         for sequence in request.sequences:
             self._queue(sequence)
