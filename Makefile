@@ -55,12 +55,12 @@ clean: ## end the mesh and remove what set-up, build and run left behind
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(RUN):
-	@[ -n "$(PYTHON)" ] || { echo "Trunkline needs Python 3.11 or newer, and none was found (PYTHON=/path/to/python names one)."; exit 1; }
+	@[ -n "$(PYTHON)" ] || { echo "Trunkline needs Python 3.11 or newer, and none was found (PYTHON=/path/to/python names one)." >&2; exit 1; }
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null \
-		|| { echo "Trunkline needs Python 3.11 or newer; $(PYTHON) is not that."; exit 1; }
+		|| { echo "Trunkline needs Python 3.11 or newer; $(PYTHON) is not that." >&2; exit 1; }
 	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null \
-		|| { echo "Trunkline needs Python's venv module (Debian packages it as python3-venv)."; exit 1; }
-	@command -v c++ g++ clang++ >/dev/null || { echo "Trunkline needs a C++ compiler (c++, g++ or clang++), and none was found."; exit 1; }
+		|| { echo "Trunkline needs Python's venv module (Debian packages it as python3-venv)." >&2; exit 1; }
+	@command -v c++ g++ clang++ >/dev/null || { echo "Trunkline needs a C++ compiler (c++, g++ or clang++), and none was found." >&2; exit 1; }
 	@echo "==> virtual environment in $(VENV)"
 	@$(PYTHON) -m venv $(VENV)
 
@@ -138,7 +138,7 @@ endef
 
 verify-stubs: $(VENV)/.packages ## the checked-in stubs are those of the protos
 	$(generate-stubs)
-	@diff --recursive --brief --exclude=__pycache__ $(VENV)/stubs $(STUBS) || { echo "The stubs are stale: make fix-stubs"; exit 1; }
+	@diff --recursive --brief --exclude=__pycache__ $(VENV)/stubs $(STUBS) || { echo "The stubs are stale: make fix-stubs" >&2; exit 1; }
 
 fix-stubs: $(VENV)/.packages ## generate the stubs
 	$(generate-stubs)
