@@ -6,6 +6,7 @@ says so loudly.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,9 +18,14 @@ from workers.models.config import ModelConfig
 from workers.models.llama import Llama
 from workers.models.ops import Ops
 from workers.models.registry import family
+from workers.models.selfcheck import largest_difference
 from workers.models.standard import StandardOps
 from workers.weights.load import Progress, check_texts, load_weights, no_progress
 from workers.weights.manifest import Manifest, read_manifest
+
+_log = logging.getLogger(__name__)
+KERNEL_MODES = ("fused", "standard")
+MAX_DIFFERENCE = 1e-4  # relative, of logits
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,14 +54,49 @@ class Model:
 def load_model(
     directory: Path, *, kernel_mode: str, threads: int, device: str = "cpu", progress: Progress = no_progress
 ) -> Model:
-    """Verify and load an artefact; raises ArtefactError when anything in it is not as converted."""
+    """Verify and load an artefact; raises ArtefactError when anything in it is not as converted.
+
+    `kernel_mode` is `fused` or `standard`; the model says in its own `kernel_mode` which one serves. `threads` compute,
+    the caller's among them.
+    """
+    if kernel_mode not in KERNEL_MODES:
+        raise ValueError(f"kernel_mode {kernel_mode!r} is not one of {', '.join(KERNEL_MODES)}")
     torch.set_num_threads(threads)
     manifest = read_manifest(directory)
     config = check_texts(directory, manifest)
     weights = load_weights(directory, manifest, config, threads, progress)
     place = torch.device(device)
     placed = {name: _placed(tensor, place) for name, tensor in weights.items()}
-    return _model(config, manifest, "standard", StandardOps(place), placed)
+    standard = _model(config, manifest, "standard", StandardOps(place), placed)
+    if kernel_mode == "standard":
+        return standard
+    return _fused(standard, placed, threads, progress) or standard
+
+
+def _fused(standard: Model, weights: Mapping[str, torch.Tensor], threads: int, progress: Progress) -> Model | None:
+    """The model on our kernels, or None, with the reason in the log, if they may not serve here."""
+    if standard.device.type != "cpu":
+        _log.error("fused kernels serve on the CPU only; standard serves on %s", standard.device)
+        return None
+    try:
+        from workers.models.fused import FusedOps
+
+        ops = FusedOps(threads)
+    except ImportError as error:
+        _log.error("fused kernels do not serve: %s; standard serves instead", error)
+        return None
+    progress("pack weights", 0.0)
+    fused = _model(standard.config, standard.manifest, "fused", ops, weights)
+    progress("pack weights", 1.0)
+    error_found = largest_difference(fused, standard)
+    if not error_found <= MAX_DIFFERENCE:  # also when it is NaN
+        _log.error(
+            "fused kernels do not serve: logits differ from standard by %.1e (limit %.0e); standard serves instead",
+            error_found,
+            MAX_DIFFERENCE,
+        )
+        return None
+    return fused
 
 
 def _placed(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
