@@ -17,9 +17,10 @@ from workers.engine.batch import BLOCK_SIZE, KVCache, RaggedBatch
 VOCAB = 48
 END = 1
 POISON = VOCAB - 1  # a context with it has scores that are not numbers
-_NAN = np.iinfo(np.int64).min
+_SICK = -1  # what the cache holds for it
 
 Longs = npt.NDArray[np.int64]
+Doubles = npt.NDArray[np.float64]
 
 
 def mix(values: npt.ArrayLike) -> npt.NDArray[np.uint64]:
@@ -32,26 +33,29 @@ def mix(values: npt.ArrayLike) -> npt.NDArray[np.uint64]:
 
 
 def keys_of(tokens: Longs, positions: Longs) -> Longs:
-    """What the cache holds for each token: 48-bit numbers, so that float64 pooling has something to round."""
-    return (mix(tokens.astype(np.uint64) * np.uint64(1_000_003) + positions.astype(np.uint64)) >> np.uint64(16)).astype(
-        np.int64
-    )
+    """What the cache holds for each token: 44 bits, so that states stay exact in float64 and pooled sums do not."""
+    mixed = mix(tokens.astype(np.uint64) * np.uint64(1_000_003) + positions.astype(np.uint64))
+    return np.where(tokens == POISON, _SICK, (mixed >> np.uint64(20)).astype(np.int64))
 
 
-def states(tokens: Sequence[int]) -> Longs:
+def sums_of(keys: Longs) -> Doubles:
+    """The state of each position of a context: the sum of its keys so far, not a number from a sick one on."""
+    return np.where(np.cumsum(keys == _SICK) > 0, np.nan, np.cumsum(keys).astype(np.float64))
+
+
+def states(tokens: Sequence[int]) -> Doubles:
     """The state of every position of `tokens`, without any cache."""
     ids = np.asarray(tokens, np.int64)
-    sums = np.cumsum(keys_of(ids, np.arange(len(ids))))
-    sums[np.cumsum(ids == POISON) > 0] = _NAN
-    return sums
+    return sums_of(keys_of(ids, np.arange(len(ids))))
 
 
-def scores(state: Longs) -> torch.Tensor:
+def scores(state: Doubles) -> torch.Tensor:
     """fp32 logits [R, VOCAB] of states [R]."""
-    words = mix(mix(state[:, None]) + np.arange(VOCAB, dtype=np.uint64))
+    sick = np.isnan(state)
+    words = mix(mix(np.where(sick, 0.0, state)[:, None].astype(np.int64)) + np.arange(VOCAB, dtype=np.uint64))
     logits = (words >> np.uint64(40)).astype(np.float32) / np.float32(2**21) - np.float32(4)
     logits[:, POISON] = -np.inf
-    logits[state == _NAN] = np.nan
+    logits[sick] = np.nan
     return torch.from_numpy(logits)
 
 
@@ -71,16 +75,14 @@ class HashModel:
         tokens, positions = batch.tokens.numpy().astype(np.int64), batch.positions.numpy().astype(np.int64)
         slots, starts = batch.slots.numpy(), batch.query_starts.tolist()
         assert len(set(slots.tolist())) == len(slots), "one slot is written twice in a step"
-        keys[slots] = np.where(tokens == POISON, _NAN, keys_of(tokens, positions))
+        keys[slots] = keys_of(tokens, positions)
         values[slots] = positions
         rows = []
         for span, context in enumerate(batch.context_lens.tolist()):
             where = np.arange(context)
             read = batch.block_tables[span].numpy()[where // BLOCK_SIZE] * BLOCK_SIZE + where % BLOCK_SIZE
             assert np.array_equal(values[read], where), "a cached position is not what the table says"
-            poisoned = np.cumsum(keys[read] == _NAN) > 0
-            sums = np.where(poisoned, _NAN, np.cumsum(keys[read]))
-            rows.append(sums[context - (starts[span + 1] - starts[span]) :])
+            rows.append(sums_of(keys[read])[context - (starts[span + 1] - starts[span]) :])
         return torch.from_numpy(np.concatenate(rows))[:, None]
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:

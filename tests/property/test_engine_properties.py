@@ -40,7 +40,7 @@ def pooled(tokens: list[int], normalize: bool) -> np.ndarray:
     """The embedding of one input, summed token after token."""
     total = 0.0
     for state in states(tokens).tolist():
-        total += float(state)
+        total += state
     mean = total / len(tokens)
     return np.array([mean / abs(mean) if normalize else mean], np.float32)
 
