@@ -1,0 +1,120 @@
+"""The door's state machine, whole: three sides over one set of holdings. No sockets, no tasks, no waiting.
+
+Owns the assembly, and what happens by time alone. The one rule: call `tick` every 100 ms or so; all else happens inside
+the call that causes it, and streams say by `wake` that they have something to send.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from shared.clock import Clock
+from shared.errors import Reason
+from shared.wire import ORPHAN_GRACE_S, TOMBSTONE_S
+from trunkline.worker.v1 import worker_pb2
+from workers.door import events
+from workers.door.admission import Admission
+from workers.door.engine_side import EngineSide
+from workers.door.fencing import Fences
+from workers.door.gateway_side import GatewaySide
+from workers.door.holdings import Holdings, Observer, Send
+from workers.door.intake import Served
+from workers.door.ledger import Capacity
+from workers.door.load import Loads
+from workers.door.outlets import Outlets
+from workers.door.router_side import RouterSide
+from workers.door.stream import Window
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """The door's own bounds."""
+
+    orphan_grace_s: float = ORPHAN_GRACE_S
+    tombstone_s: float = TOMBSTONE_S
+    slow_reader_s: float = 30.0  # how long a request is paused before it ends
+    retained_bytes: int = 64 * 1024 * 1024  # kept for one gateway until acknowledged
+    window: Window = field(default_factory=Window)
+
+
+class Door:
+    """See the module."""
+
+    def __init__(self, worker_id: str, build: str, clock: Clock, observer: Observer, limits: Limits) -> None:
+        self._clock = clock
+        self._limits = limits
+        self._outlets = Outlets(clock, limits.orphan_grace_s)
+        self._fences = Fences(clock, ttl_s=limits.tombstone_s)
+        self._holdings = Holdings(self._fences, self._outlets, observer, clock)
+        self.loads = Loads(self._holdings, clock)
+        self._admission = Admission(self._holdings, self.loads, clock)
+        self.engine = EngineSide(self._holdings, self.loads, observer, clock, retained_bytes=limits.retained_bytes)
+        self.routers = RouterSide(self._holdings, self._admission, clock)
+        self.gateways = GatewaySide(
+            self._holdings,
+            clock,
+            lambda: self.engine.pulse,
+            worker_id=worker_id,
+            build=build,
+            window=limits.window,
+            retained_bytes=limits.retained_bytes,
+        )
+
+    @property
+    def served(self) -> Served | None:
+        """What is served; None while no engine is ready."""
+        return self._holdings.served
+
+    @property
+    def incarnation(self) -> int:
+        """The worker's: its engine's life; 0 while no engine is ready."""
+        return self._holdings.incarnation
+
+    @property
+    def draining(self) -> bool:
+        """New work is refused."""
+        return self._admission.draining
+
+    @property
+    def held(self) -> int:
+        """Requests here, ended ones included until their owners have all of them."""
+        return len(self._holdings.held)
+
+    def engine_up(self, served: Served, capacity: Capacity, send: Send) -> None:
+        """An engine is ready and empty."""
+        self.loads.served = served
+        self.engine.up(served, capacity, send)
+
+    def engine_down(self, message: str) -> None:
+        """The engine is gone, and with it the incarnation."""
+        self.engine.down(message)
+
+    def drain(self) -> None:
+        """Refuses new work from now on."""
+        self._admission.draining = True
+
+    def release(self) -> None:
+        """Hands what runs back to its owners, who go on elsewhere."""
+        for delivery in self._holdings.live:
+            event = events.released(worker_pb2.Released.WHY_DRAINING, "the worker drains")
+            self._holdings.end(delivery, event, "released")
+
+    def tick(self) -> None:
+        """What happens by time alone."""
+        for delivery in self._outlets.orphans():
+            self._holdings.drop(delivery)
+        for gateway in self._outlets.gateways:
+            if gateway.pressed:
+                self._end_slow_ones()
+        self._outlets.sweep()
+        self._fences.sweep()
+
+    def _end_slow_ones(self) -> None:
+        before = self._clock.monotonic() - self._limits.slow_reader_s
+        for delivery in self._holdings.live:
+            paused_at = delivery.execution.paused_at
+            if paused_at is not None and paused_at <= before:
+                delivery.abandon_output()
+                message = "the gateway did not take what was produced"
+                event = events.failed(Reason.SLOW_READER, message, retryable=False, work_done=True)
+                self._holdings.end(delivery, event, "failed")

@@ -1,0 +1,171 @@
+"""One request as the engine runs it: the tokens of its choices, or the bytes of its embeddings, and how it ended.
+
+Owns what was produced, whoever it is delivered to (`delivery`). The one rule: choices only grow, except by a stop
+string's `cut`; a choice with a finish never changes again.
+"""
+
+from __future__ import annotations
+
+import enum
+import operator
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from shared.wire import Stamp
+from trunkline.worker.v1 import worker_pb2
+from workers.door.ledger import Need
+from workers.engine import messages as m
+
+TOKEN_BYTES = 4
+LOGPROB_BYTES = 160  # what a `Logprob` costs to keep, and each of its alternatives
+LOGPROB_TOP_BYTES = 48
+
+
+class EngineBroken(Exception):
+    """The engine said something that cannot be; it is not to be trusted any further."""
+
+
+class Choice:
+    """One choice: every token it has, those its owner submitted included."""
+
+    __slots__ = ("finish", "given", "logprobs", "logprobs_from", "stop_token", "tokens", "unit_bytes")
+
+    def __init__(self, emitted: bytes, finish: int, unit_bytes: int) -> None:
+        """`emitted`: int32 little-endian ids the owner has; `unit_bytes`: what one more token costs to keep."""
+        self.tokens = array("i")
+        self.tokens.frombytes(emitted)
+        self.given = len(self.tokens)
+        self.finish = finish
+        self.stop_token = -1
+        self.logprobs: list[m.Logprob] = []  # of tokens from `logprobs_from` on, where asked for
+        self.logprobs_from = self.given
+        self.unit_bytes = unit_bytes
+
+    def extend(self, run: m.Run) -> None:
+        """Appends what the engine produced. Raises EngineBroken if it does not follow."""
+        if self.finish:
+            return  # a stop string ended it before the engine knew
+        if run.index != len(self.tokens):
+            raise EngineBroken(f"a run starts at {run.index} where {len(self.tokens)} tokens are")
+        self.tokens.extend(run.tokens)
+        self.logprobs.extend(run.logprobs)
+        self.finish = run.finish
+        self.stop_token = run.stop_token
+
+    def cut(self, length: int) -> None:
+        """A stop string ended it after `length` tokens; a finish further on gives way to it."""
+        if self.finish and length >= len(self.tokens):
+            return
+        del self.tokens[length:]
+        del self.logprobs[max(0, length - self.logprobs_from) :]
+        self.finish, self.stop_token = m.Finish.STOP, -1
+
+    def forget(self, before: int) -> None:
+        """Tokens below `before` are in their owner's transcript: ids stay, to be compared; log-probabilities go."""
+        if before > self.logprobs_from:
+            del self.logprobs[: before - self.logprobs_from]
+            self.logprobs_from = before
+
+    @property
+    def produced(self) -> int:
+        """Tokens there are."""
+        return len(self.tokens)
+
+    def continues(self, emitted: Sequence[int], *, logprobs: bool) -> bool:
+        """An owner that has `emitted` can be served from here."""
+        known = len(emitted)
+        kept = not logprobs or known >= self.logprobs_from
+        return kept and known <= len(self.tokens) and all(map(operator.eq, emitted, self.tokens))
+
+
+class BulkResult:
+    """Embeddings of all inputs end to end, float32 little-endian, filled in as they come. Kept whole to its end."""
+
+    unit_bytes = 1
+    finish = m.Finish.NONE  # a bulk result ends with its request
+
+    def __init__(self, inputs: int, width: int, prompt_tokens: int) -> None:
+        """`width`: bytes of one vector."""
+        self.data = bytearray(inputs * width)
+        self.produced = 0  # leading bytes that are there
+        self.prompt_tokens = prompt_tokens
+        self._width = width
+        self._there = bytearray(inputs)
+
+    def put(self, index: int, data: bytes) -> int:
+        """One vector; answers by how many bytes `produced` grew. Raises EngineBroken if it has no place here."""
+        if not (0 <= index < len(self._there) and len(data) == self._width):
+            raise EngineBroken(f"an embedding of {len(data)} bytes for input {index}")
+        self.data[index * self._width : (index + 1) * self._width] = data
+        self._there[index] = True
+        before = self.produced
+        missing = self._there.find(b"\0", before // self._width)
+        self.produced = len(self.data) if missing < 0 else missing * self._width
+        return self.produced - before
+
+    def forget(self, before: int) -> None:
+        """Nothing: encode work is retried whole, from here too."""
+
+
+class Stage(enum.Enum):
+    """Where an execution stands."""
+
+    WAITING = "waiting"  # the engine has it, in no step yet
+    RUNNING = "running"
+    ENDED = "ended"  # finished or failed; kept until its owner acknowledges
+    DROPPED = "dropped"  # cancelled; nothing more comes of it
+
+
+@dataclass(slots=True, eq=False)
+class Times:
+    """Seconds of the door's monotonic clock; None: not yet."""
+
+    admitted: float
+    scheduled: float | None = None
+    first_token: float | None = None
+
+
+@dataclass(slots=True, eq=False)
+class Execution:
+    """See the module. `key` is its number at the engine."""
+
+    request_id: bytes
+    stamp: Stamp
+    key: int
+    spec_hash: bytes
+    lane: worker_pb2.Lane
+    need: Need
+    choices: Sequence[Choice]
+    bulk: BulkResult | None
+    logprobs: int  # as in `messages.Sampling`
+    traceparent: str
+    tracestate: str
+    times: Times
+    stage: Stage = Stage.WAITING
+    paused_at: float | None = None
+    scheduled: m.Scheduled | None = None
+    ending: worker_pb2.RequestEvent | None = field(default=None)
+
+    @property
+    def live(self) -> bool:
+        """The engine works or will work on it."""
+        return self.stage in (Stage.WAITING, Stage.RUNNING)
+
+    def adoptable(self, sub: worker_pb2.Submission) -> bool:
+        """`sub` asks for what this is, and its owner's transcript is a prefix of what is here (rule 6)."""
+        if sub.spec_hash != self.spec_hash or not (self.live or _finished(self.ending)):
+            return False
+        return all(
+            self.choices[given.index].continues(given.emitted, logprobs=self.logprobs >= 0)
+            for given in sub.generate.choices
+        )
+
+
+def _finished(ending: worker_pb2.RequestEvent | None) -> bool:
+    return ending is not None and ending.HasField("finished")
+
+
+def unit_bytes(logprobs: int) -> int:
+    """What keeping one token costs; `logprobs` as in `messages.Sampling`."""
+    return TOKEN_BYTES + (LOGPROB_BYTES + LOGPROB_TOP_BYTES * logprobs if logprobs >= 0 else 0)
