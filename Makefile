@@ -16,7 +16,6 @@ PIP_INSTALL := $(RUN) -m pip --disable-pip-version-check install --constraint co
 
 STUBS := protos/gen/python
 PROTO_FILES = $(shell find protos/trunkline -name '*.proto' | LC_ALL=C sort)
-KERNEL_FILES = $(shell find kernels -name '*.cc' -o -name '*.cu' -o -name '*.h' -o -name '*.py')
 MODEL := .trunkline/models/smollm2-135m-instruct
 
 WORKERS ?= 1
@@ -45,7 +44,8 @@ status: $(VENV)/.packages ## show the processes of the mesh
 .PHONY: setup kernels model clean
 setup: $(VENV)/.packages kernels model ## everything the mesh and the tests need; quick when run again
 
-kernels: $(VENV)/.kernels ## build the native kernels
+kernels: $(VENV)/.packages ## build the native kernels for this processor, unless they are current
+	@$(RUN) -m trunkline_kernels.build
 
 model: $(MODEL)/manifest.json ## fetch and convert the model the mesh serves by default
 
@@ -75,12 +75,7 @@ $(VENV)/.packages: pyproject.toml constraints.txt $(VENV)/.torch
 	@$(PIP_INSTALL) --editable '.[worker,dev]'
 	@touch $@
 
-$(VENV)/.kernels: $(KERNEL_FILES) $(VENV)/.packages
-	@echo "==> kernels"
-	@$(RUN) -m trunkline_kernels.build
-	@touch $@
-
-$(MODEL)/manifest.json: | $(VENV)/.packages $(VENV)/.kernels
+$(MODEL)/manifest.json: | $(VENV)/.packages kernels
 	@echo "==> model"
 	@$(RUN) -m trunkctl model fetch
 
