@@ -1,0 +1,217 @@
+"""The HTTP faces: OpenAI's paths over the gateway's generations.
+
+Every endpoint is check, call, answer. The one rule: nothing is read or done for a caller before the key is known, and a
+body is at most 4 MiB.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from typing import Any, Final
+
+import msgspec
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.routing import BaseRoute, Route
+from starlette.types import ASGIApp
+
+from gateway.auth import Authenticator, Principal
+from gateway.http import errors, requests
+from gateway.http.core import Generation, Generations, Models, Operation
+from gateway.http.forms import ChatForm, CompletionForm, Form
+from gateway.http.play import StreamAnswer, WholeAnswer, play, while_present
+from gateway.openai_types import ChatRequest, CompletionRequest, Generate, bad_fields
+from gateway.openai_types import Form as Body
+from shared.clock import Clock
+from shared.errors import Reason, TrunklineError, Violation
+from shared.ids import Rng, new_request_id
+from trunkline.common.v1 import common_pb2
+from trunkline.inference.v1 import inference_pb2
+
+MAX_BODY_BYTES: Final = 4 * 1024 * 1024
+BODY_S: Final = 60.0  # for a body to arrive
+_CHAT: Final = ChatForm()
+_COMPLETION: Final = CompletionForm()
+_CHAT_BODY: Final = Body(ChatRequest, "chat")
+_COMPLETION_BODY: Final = Body(CompletionRequest, "completions")
+
+Endpoint = Callable[[Request], Awaitable[ASGIApp]]
+Rename = Callable[[str], str]
+
+
+class Faces:
+    """The endpoints over their collaborators."""
+
+    def __init__(
+        self, authenticator: Authenticator, generations: Generations, models: Models, clock: Clock, rng: Rng
+    ) -> None:
+        self._authenticator = authenticator
+        self._generations = generations
+        self._models = models
+        self._clock = clock
+        self._rng = rng
+
+    def routes(self) -> list[BaseRoute]:
+        """All paths."""
+        return [
+            self._route("/v1/chat/completions", self.chat, "POST"),
+            self._route("/v1/completions", self.completions, "POST"),
+            self._route("/v1/models", self.list_models, "GET"),
+            self._route("/v1/models/{model:path}", self.get_model, "GET"),
+        ]
+
+    async def chat(self, request: Request) -> ASGIApp:
+        """POST /v1/chat/completions."""
+        principal = self._principal(request)
+        asked = _CHAT_BODY.read(await _body(request))
+        specs = [requests.chat_spec(asked)]
+        return await self._generate(request, principal, asked, specs, _CHAT, "chat")
+
+    async def completions(self, request: Request) -> ASGIApp:
+        """POST /v1/completions."""
+        principal = self._principal(request)
+        asked = _COMPLETION_BODY.read(await _body(request))
+        specs = requests.completion_specs(asked)
+        return await self._generate(request, principal, asked, specs, _COMPLETION, "text_completion")
+
+    async def list_models(self, request: Request) -> ASGIApp:
+        """GET /v1/models: those the key may use."""
+        principal = self._principal(request)
+        newest = {version.model: version for version in reversed(self._models.versions())}
+        data = [_model(version) for name, version in sorted(newest.items()) if principal.may_use(name)]
+        return _json({"object": "list", "data": data})
+
+    async def get_model(self, request: Request) -> ASGIApp:
+        """GET /v1/models/{model}."""
+        principal = self._principal(request)
+        name = request.path_params["model"]
+        versions = self._models.versions(name)
+        if not versions or not principal.may_use(name):
+            raise TrunklineError(Reason.MODEL_UNKNOWN, f"The model {name[:128]} is not known.")
+        return _json(_model(versions[0]))
+
+    async def _generate(
+        self,
+        request: Request,
+        principal: Principal,
+        asked: Generate,
+        specs: list[inference_pb2.GenerationSpec],
+        form: Form,
+        operation: Operation,
+    ) -> ASGIApp:
+        self._authenticator.authorize(principal, "generate", asked.model)
+        budget_ms, trace_parent = _budget_ms(request), _trace_parent(request)
+        scopes = [
+            _in_the_clients_words(
+                self._generations.start(
+                    spec, principal, operation=operation, budget_ms=budget_ms, trace_parent=trace_parent
+                ),
+                requests.renames(asked, place if len(specs) > 1 else None),
+            )
+            for place, spec in enumerate(specs)
+        ]
+        choices = asked.n or 1
+        if asked.stream:
+            with_usage = bool(asked.stream_options and asked.stream_options.include_usage)
+            return StreamAnswer(form, choices, self._clock, self._new_id(), scopes, with_usage)
+        answer = WholeAnswer(form, choices, self._clock, self._new_id())
+        await while_present(request.receive, play(scopes, answer))
+        return _json(answer.body(), answer.headers())
+
+    def _principal(self, request: Request) -> Principal:
+        return self._authenticator.authenticate(request.headers.get("authorization"))
+
+    def _new_id(self) -> str:
+        return new_request_id(self._rng).hex()
+
+    def _route(self, path: str, endpoint: Endpoint, method: str) -> Route:
+        async def face(request: Request) -> ASGIApp:
+            try:
+                return await endpoint(request)
+            except HTTPException:
+                raise
+            except Exception as exc:
+                error = _as_error(exc)
+            return errors.response(error, {"x-request-id": error.metadata.get("request_id") or self._new_id()})
+
+        return Route(path, face, methods=[method])
+
+
+def build(routes: list[BaseRoute]) -> Starlette:
+    """The application; what no route takes is answered in the same form of errors."""
+    handlers: dict[Any, Any] = {HTTPException: errors.on_http_exception}
+    return Starlette(routes=routes, exception_handlers=handlers)
+
+
+def _as_error(exc: Exception) -> TrunklineError:
+    if isinstance(exc, TrunklineError):
+        return exc
+    if isinstance(exc, ClientDisconnect):
+        return TrunklineError(Reason.CLIENT_GONE, "The client left.")
+    return errors.from_unknown(exc)
+
+
+async def _body(request: Request) -> bytes:
+    """The whole body. Raises TOO_LARGE as soon as it is known to be, RUN_EXPIRED when it does not come."""
+    said = request.headers.get("content-length", "")
+    if said.isdecimal() and int(said) > MAX_BODY_BYTES:
+        raise _too_large()
+    data = bytearray()
+    try:
+        async with asyncio.timeout(BODY_S):
+            async for piece in request.stream():
+                data += piece
+                if len(data) > MAX_BODY_BYTES:
+                    raise _too_large()
+    except TimeoutError:
+        raise TrunklineError(Reason.RUN_EXPIRED, f"The body did not arrive within {BODY_S:g} s.") from None
+    return bytes(data)
+
+
+def _too_large() -> TrunklineError:
+    return TrunklineError(Reason.TOO_LARGE, f"The body is larger than {MAX_BODY_BYTES} bytes.")
+
+
+def _budget_ms(request: Request) -> int | None:
+    said = request.headers.get("x-request-timeout-ms")
+    if said is None:
+        return None
+    if not said.isdecimal() or not 0 < int(said[:20]) < 2**63:
+        raise bad_fields([Violation("x-request-timeout-ms", "must be a whole number of milliseconds above 0")])
+    return int(said)
+
+
+def _trace_parent(request: Request) -> tuple[str, str]:
+    return request.headers.get("traceparent", ""), request.headers.get("tracestate", "")
+
+
+def _json(data: dict[str, Any], headers: dict[str, str] | None = None) -> Response:
+    return Response(msgspec.json.encode(data), headers=headers, media_type=errors.JSON)
+
+
+def _model(version: common_pb2.ModelVersion) -> dict[str, Any]:
+    return {
+        "id": version.model,
+        "object": "model",
+        "created": 0,
+        "owned_by": "trunkline",
+        "max_model_len": version.max_context,
+        "version": version.version,
+    }
+
+
+@asynccontextmanager
+async def _in_the_clients_words(
+    scope: AbstractAsyncContextManager[Generation], rename: Rename
+) -> AsyncIterator[Generation]:
+    """The same scope, whose refusals name fields as the client wrote them."""
+    try:
+        async with scope as generation:
+            yield generation
+    except TrunklineError as exc:
+        exc.violations = tuple(Violation(rename(item.field), item.description) for item in exc.violations)
+        raise
