@@ -45,7 +45,8 @@ def test_a_text_that_ends_inside_a_character_says_so_only_at_the_end(tokenizer: 
 def test_special_tokens_are_skipped_and_do_not_break_a_character(tokenizer: Tokenizer) -> None:
     first, *rest = tokenizer.encode("é")
     end = tokenizer.token_id("</s>")
-    assert end is not None and tokenizer.is_special(end)
+    assert end is not None
+    assert tokenizer.is_special(end)
     assert tokenizer.decode([first, end, *rest]) == "é"
     assert tokenizer.decode([end, *tokenizer.encode("x")], skip_special=False) == "</s>x"
     assert tokenizer.token_text(end) == "</s>"

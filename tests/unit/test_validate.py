@@ -154,7 +154,8 @@ def test_a_prompt_beyond_the_context_is_refused_with_both_numbers(prompt: int, t
     with pytest.raises(TrunklineError) as caught:
         check_length(prompt, spec(text), VERSION)
     assert caught.value.reason is Reason.PROMPT_TOO_LONG
-    assert str(prompt) in caught.value.message and "100" in caught.value.message
+    assert str(prompt) in caught.value.message
+    assert "100" in caught.value.message
     assert caught.value.metadata == {"prompt_tokens": str(prompt), "max_context": "100"}
 
 
