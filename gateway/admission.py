@@ -12,13 +12,12 @@ from __future__ import annotations
 
 import importlib.resources
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Final
 
 from prometheus_client import Counter
 
 from gateway.auth import Limits, Principal
-from gateway.ledger import MINUTE_US, Ledger, Left, Rates, Refused
+from gateway.ledger import MINUTE_US, Headroom, Ledger, Left, Rates, Refused
 from shared import keys
 from shared.clock import Clock
 from shared.errors import Reason, TrunklineError
@@ -32,18 +31,6 @@ _Scopes = Sequence[tuple[str, Rates]]
 _admissions = Counter(
     "trunkline_admissions_total", "Reservations, by who decided and what came of it.", ["by", "outcome"]
 )
-
-
-@dataclass(frozen=True, slots=True)
-class Headroom:
-    """Limits and what is left of them, for response headers; times in seconds until all is free again."""
-
-    limit_requests: int
-    remaining_requests: int
-    reset_requests_s: float
-    limit_tokens: int
-    remaining_tokens: int
-    reset_tokens_s: float
 
 
 class Reservation:

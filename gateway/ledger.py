@@ -38,6 +38,18 @@ class Left:
 
 
 @dataclass(frozen=True, slots=True)
+class Headroom:
+    """Limits and what is left of them, for response headers; times in seconds until all is free again."""
+
+    limit_requests: int
+    remaining_requests: int
+    reset_requests_s: float
+    limit_tokens: int
+    remaining_tokens: int
+    reset_tokens_s: float
+
+
+@dataclass(frozen=True, slots=True)
 class Refused:
     """Nothing was taken. `limit` is RPM, TPM or CONCURRENCY; `wait_us` the time after which it may fit."""
 

@@ -6,8 +6,8 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import Literal, Protocol
 
-from gateway.admission import Headroom
 from gateway.auth import Principal
+from gateway.ledger import Headroom
 from trunkline.common.v1 import common_pb2
 from trunkline.inference.v1 import inference_pb2
 

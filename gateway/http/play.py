@@ -14,10 +14,10 @@ from typing import Any, Final, Protocol, TypeVar
 
 from starlette.types import Receive, Scope, Send
 
-from gateway.admission import Headroom
 from gateway.http import errors
 from gateway.http.core import Generation
 from gateway.http.forms import DONE, HEARTBEAT, ChoiceText, Chunks, Form, event, receipt_body, usage_body
+from gateway.ledger import Headroom
 from shared.clock import Clock
 from shared.errors import Reason, TrunklineError
 from trunkline.common.v1 import common_pb2
