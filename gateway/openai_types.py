@@ -20,9 +20,8 @@ _ignored = Counter(
 )
 
 Uint32 = Annotated[int, msgspec.Meta(ge=0, le=2**32 - 1)]
-Uint64 = Annotated[int, msgspec.Meta(ge=0, le=2**64 - 1)]
+Uint63 = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 Int32 = Annotated[int, msgspec.Meta(ge=-(2**31), le=2**31 - 1)]
-Seed = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**64 - 1)]  # OpenAI's is signed
 Prompt = str | list[str | Uint32 | list[Uint32]]  # a text, texts, token ids, or lists of token ids
 
 
@@ -65,7 +64,7 @@ class Generate(msgspec.Struct, frozen=True, kw_only=True):
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     logit_bias: dict[Uint32, float] | None = None
-    seed: Seed | None = None
+    seed: int | None = None  # OpenAI's is signed; its low 64 bits count
     stop: str | list[str] | None = None
     stop_token_ids: list[Uint32] | None = None
     include_stop_str_in_output: bool | None = None
@@ -75,7 +74,7 @@ class Generate(msgspec.Struct, frozen=True, kw_only=True):
     request_id: str | None = None
     session_id: str | None = None
     cache_salt: str | None = None
-    resume_window_ms: Uint64 | None = None
+    resume_window_ms: Uint63 | None = None
     idempotency_key: str | None = None
 
 

@@ -213,5 +213,7 @@ async def _in_the_clients_words(
         async with scope as generation:
             yield generation
     except TrunklineError as exc:
-        exc.violations = tuple(Violation(rename(item.field), item.description) for item in exc.violations)
-        raise
+        if not exc.violations:
+            raise
+        violations = [Violation(rename(item.field), item.description) for item in exc.violations]
+        raise TrunklineError(exc.reason, exc.message, metadata=exc.metadata, violations=violations) from exc
