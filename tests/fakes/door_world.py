@@ -1,10 +1,11 @@
-"""A door with an engine of `tests.fakes.engine` in the same process, on a hand-driven clock, and gateways that keep books.
+"""A door with an engine of `tests.fakes.engine` in one process, on a hand-driven clock, and gateways that keep books.
 
 A `Gateway` here follows the wire's rules as a real one does, and asserts them on everything it hears.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -71,6 +72,7 @@ def submission(
     min_tokens: int = 0,
     seed: int = 11,
     logprobs: int | None = None,
+    ignore_eos: bool = True,
     features: Iterable[str] = (),
     **fields: object,
 ) -> worker_pb2.Submission:
@@ -85,7 +87,7 @@ def submission(
         sampling=common_pb2.Sampling(temperature=0.0, top_p=1.0, repetition_penalty=1.0, seed=seed, logprobs=logprobs),
         max_tokens=max_tokens,
         min_tokens=min_tokens,
-        ignore_eos=True,
+        ignore_eos=ignore_eos,
     )
     return _sealed(worker_pb2.Submission(request_id=request_id, generate=work), stamp, gateway, features, fields)
 
@@ -171,10 +173,15 @@ class World:
         """All tokens of each choice."""
         work = sub.generate
         prompt = token_bytes(work.prompt)
-        return [
-            [token(prompt, work.sampling.seed, c.index, i, self.shape.vocab_size) for i in range(work.max_tokens)]
-            for c in work.choices
-        ]
+        ends = set() if work.ignore_eos else set(self.shape.eos_token_ids)
+        choices: list[list[int]] = []
+        for choice in work.choices:
+            drawn = (
+                token(prompt, work.sampling.seed, choice.index, place, self.shape.vocab_size)
+                for place in range(work.max_tokens)
+            )
+            choices.append(list(itertools.takewhile(lambda each: each not in ends, drawn)))
+        return choices
 
     def expected_bytes(self, sub: worker_pb2.Submission) -> bytes:
         """The embeddings."""
@@ -195,6 +202,13 @@ class Book:
     scheduled: int = 0
     bulk: bytearray = field(default_factory=bytearray)
     logprobs: list[list[common_pb2.TokenLogprob]] = field(default_factory=list)
+    stopped: set[int] = field(default_factory=set)
+
+    def stop(self, choice: int, at_index: int) -> None:
+        """A stop string ended a choice: tokens past it count no more."""
+        del self.choices[choice][at_index:]
+        self.finishes[choice] = 1
+        self.stopped.add(choice)
 
 
 class Gateway:
@@ -209,7 +223,7 @@ class Gateway:
         self.handles: dict[int, bytes] = {}
         self.generation = 0
         self.seq = 0
-        self.heard: list[worker_pb2.OutputsResponse] = []
+        self.wire: deque[worker_pb2.OutputsResponse] = deque()  # sent by the door, not arrived yet
         self.unknown: list[worker_pb2.RequestEvent] = []
         self.strays: list[Stamp] = []
 
@@ -245,6 +259,7 @@ class Gateway:
     def connect(self, hello: worker_pb2.Hello | None = None) -> Stream:
         """A new stream; the old one just breaks, and what is under way on it is lost."""
         self.handles.clear()
+        self.wire.clear()
         self.seq = 0
         self.stream = self.world.door.gateways.connect(hello or self.hello(), lambda: None)
         return self.stream
@@ -253,18 +268,22 @@ class Gateway:
         """The stream breaks."""
         if self.stream is not None:
             self.world.door.gateways.disconnect(self.stream)
+            self.wire.clear()
             self.stream = None
 
-    def read(self, most: int = 1_000, *, ack: bool = True) -> int:
-        """Reads up to `most` messages that are due, and acknowledges the last; how many there were."""
-        count = 0
-        while self.stream is not None and count < most and (message := self.stream.next()) is not None:
-            count += 1
-            self.heard.append(message)
-            self._take(message)
+    def pull(self, most: int = 1_000) -> None:
+        """The door sends up to `most` messages that are due; they are under way until read, or lost."""
+        while self.stream is not None and most > 0 and (message := self.stream.next()) is not None:
+            self.wire.append(message)
+            most -= 1
+
+    def read(self, most: int = 1_000, *, ack: bool = True) -> None:
+        """Reads up to `most` messages, and acknowledges the last."""
+        self.pull(most - len(self.wire))
+        for _ in range(min(most, len(self.wire))):
+            self._take(self.wire.popleft())
         if ack and self.stream is not None and self.seq:
             self.say(ack=worker_pb2.Ack(seq=self.seq))
-        return count
 
     def say(self, **message: object) -> None:
         """One message up."""
@@ -298,6 +317,8 @@ class Gateway:
 
     def _piece(self, piece: worker_pb2.BulkPiece) -> None:
         self._next(piece.seq)
+        if piece.handle not in self.handles:
+            return  # opened though it had ended here; the cancel is on its way
         book = self.books[self.handles[piece.handle]]
         assert not book.ending
         assert len(piece.data) <= 256 * 1024
@@ -342,6 +363,8 @@ class Gateway:
         logprobs: list[list[common_pb2.TokenLogprob]],
     ) -> None:
         assert not book.ending, "a run after the terminal event"
+        if choice in book.stopped:
+            return  # its owner saw the stop string first
         assert index == len(book.choices[choice]), "tokens were lost or doubled"
         assert not (book.finishes[choice] and ids), "a token after the finish"
         book.choices[choice] += ids

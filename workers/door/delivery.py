@@ -114,13 +114,6 @@ class Delivery:
         cursor.sent, cursor.acked = min(cursor.sent, cursor.produced), min(cursor.acked, cursor.produced)
         self.recount()
 
-    def resume(self, cursor: Cursor, place: int) -> bool:
-        """Its owner, on a new stream, expects `place` next; False if that cannot be served from here."""
-        if not cursor.acked <= place <= cursor.produced:
-            return False
-        self.acknowledge(cursor, place)
-        return True
-
     def carry(self, stream: Stream) -> None:
         """A stream is there: all that is not acknowledged goes over it."""
         self.stream = stream

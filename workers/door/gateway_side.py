@@ -62,6 +62,8 @@ class GatewaySide:
         done = reconcile(hello, list(outlet.deliveries.values()), self._stamp)
         for delivery in done.open:
             stream.open(delivery)
+        for delivery, choice, at_index in done.stop:
+            self._holdings.stop(delivery, choice, at_index)
         for delivery in done.drop:
             self._holdings.drop(delivery)
         for request_id, event in done.say:
@@ -138,5 +140,5 @@ class GatewaySide:
         self._holdings.fences.ended(order.request_id, stamp)
         if delivery is None:
             stream.notice_id(events.freed(self._holdings.step), order.request_id)
-        elif delivery.stamp <= stamp and order.choice < len(delivery.execution.choices):
+        elif delivery.stamp <= stamp:
             self._holdings.stop(delivery, order.choice, order.at_index)

@@ -23,6 +23,7 @@ class Reconciled:
 
     open: list[Delivery] = field(default_factory=list)
     drop: list[Delivery] = field(default_factory=list)
+    stop: list[tuple[Delivery, int, int]] = field(default_factory=list)  # choice, at index
     say: list[tuple[bytes, worker_pb2.RequestEvent]] = field(default_factory=list)  # of ids that are not here
 
 
@@ -41,11 +42,7 @@ def reconcile(
         listed = held.get(request_id)
         if listed is not None and _stamp(listed) == delivery.stamp:
             del held[request_id]
-            if _resume(delivery, listed.next):
-                done.open.append(delivery)
-            else:
-                done.drop.append(delivery)
-                done.say.append((request_id, _not_held()))
+            _resume(delivery, listed.next, done)
         elif pending.get(request_id, delivery.stamp) > delivery.stamp:
             continue
         elif request_id in pending or not delivery.seen:
@@ -57,13 +54,22 @@ def reconcile(
     return done
 
 
-def _resume(delivery: Delivery, places: Iterable[worker_pb2.NextIndex]) -> bool:
-    """Sets the delivery to where its owner is; False if that cannot be served from here."""
+def _resume(delivery: Delivery, places: Iterable[worker_pb2.NextIndex], done: Reconciled) -> None:
+    """The delivery goes on where its owner is; one that is where nothing was produced cannot be served from here.
+
+    A place before what was acknowledged means that a stop string has cut the transcript there.
+    """
     delivery.seen = True
     for place in places:
-        if place.choice >= len(delivery.cursors) or not delivery.resume(delivery.cursors[place.choice], place.index):
-            return False
-    return True
+        cursor = delivery.cursors[place.choice] if place.choice < len(delivery.cursors) else None
+        if cursor is None or place.index > cursor.produced:
+            done.drop.append(delivery)
+            done.say.append((delivery.execution.request_id, _not_held()))
+            return
+        if place.index < cursor.acked:
+            done.stop.append((delivery, place.choice, place.index))
+        delivery.acknowledge(cursor, place.index)
+    done.open.append(delivery)
 
 
 def _gone(listed: Stamp, current: Stamp | None) -> Iterable[worker_pb2.RequestEvent]:

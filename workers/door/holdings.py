@@ -182,6 +182,8 @@ class Holdings:
 
     def stop(self, delivery: Delivery, number: int, at_index: int) -> None:
         """Ends a choice where its owner saw a stop string. A finish that was sent is the owner's to overrule."""
+        if number >= len(delivery.execution.choices):
+            return  # bulk results have none
         cursor, choice = delivery.cursors[number], delivery.execution.choices[number]
         if cursor.finish_sent:
             return

@@ -7,6 +7,7 @@ before it is sent, so a stream that falls behind coalesces by itself and holds n
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -77,7 +78,8 @@ class Stream:
         self._carried = 0
         self._seq = 0
         self._urgent = False
-        self._batch_at = self._spoke_at = clock.monotonic()
+        self._spoke_at = clock.monotonic()
+        self._batch_at = -math.inf
 
     # What the door tells it.
 
