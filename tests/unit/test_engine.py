@@ -156,6 +156,16 @@ def test_a_continued_choice_draws_what_it_would_have_drawn() -> None:
     assert rig.notes.tokens[2, 0] == whole[7:]
 
 
+def test_cached_tokens_of_a_continued_choice_are_those_of_the_prompt() -> None:
+    rig = Rig()
+    emitted = m.ChoiceIn(0, m.pack_tokens([4] * 60))
+    for key in (1, 2):
+        spec = m.Admit(key, m.pack_tokens([2] * 20), [emitted], m.Sampling(), max_tokens=70, cache_scope=b"s" * 32)
+        rig.say(spec)
+        rig.finish()
+    assert [rig.notes.scheduled[key].cached_tokens for key in (1, 2)] == [0, 20]
+
+
 def test_the_receipt_adds_up_in_the_engines_own_time() -> None:
     rig = Rig(batch_tokens=16, seqs=1)
     rig.say(admit(1, [2] * 5, 3, ignore_eos=True), admit(2, [3] * 40, 5, ignore_eos=True))
@@ -192,8 +202,8 @@ def test_scores_that_are_not_numbers_leave_nothing_in_the_cache() -> None:
 
 def test_one_sick_choice_fails_its_request_and_the_step_goes_on() -> None:
     rig = Rig()
-    sick = m.ChoiceIn(0, m.pack_tokens([POISON]))
-    rig.say(m.Admit(1, m.pack_tokens([2]), [m.ChoiceIn(1), sick], m.Sampling(), max_tokens=9, ignore_eos=True))
+    choices = [m.ChoiceIn(0), m.ChoiceIn(1, m.pack_tokens([POISON])), m.ChoiceIn(2)]
+    rig.say(m.Admit(1, m.pack_tokens([2]), choices, m.Sampling(), max_tokens=9, ignore_eos=True))
     rig.say(admit(2, [3], 9, ignore_eos=True))
     rig.finish()
     assert failure(rig, 1).reason == "NAN_LOGITS"

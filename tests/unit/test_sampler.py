@@ -53,7 +53,7 @@ def brute_force(scores: Floats, sampling: Sampling) -> dict[int, float]:
     st.sampled_from([0.3, 0.7, 1.0, 1.9]),
     st.sampled_from([0, 1, 2, 5, 59, 200]),
     st.sampled_from([1.0, 0.9517, 0.7703, 0.3109, 0.0101, 0.0]),
-    st.sampled_from([0.0, 0.013, 0.37, 0.99]),
+    st.sampled_from([0.0, 0.013, 0.37, 1.0]),
     st.integers(0, 2**64 - 1),
 )
 def test_what_is_kept_and_what_is_drawn_follow_the_definitions_ties_included(
@@ -73,6 +73,30 @@ def test_what_is_kept_and_what_is_drawn_follow_the_definitions_ties_included(
             break
         if cumulative > target - 1e-12:
             break  # the draw falls on a border, where rounding decides
+
+
+@pytest.mark.parametrize("top_p", [0.9, 0.5, 0.1])
+def test_the_nucleus_of_an_almost_flat_distribution_follows_the_definition(top_p: float) -> None:
+    scores = np.random.default_rng(0).permutation(400).astype(np.float32) / 1000
+    sampling = Sampling(temperature=1.0, top_p=top_p)
+    assert kept(scores, sampling)[0].tolist() == sorted(brute_force(scores, sampling))
+
+
+@pytest.mark.parametrize(("drawn", "token"), [(0.0, 2), (1.0 - 2.0**-53, 4)])
+def test_the_ends_of_the_unit_interval_draw_the_first_and_last_possible_token(
+    monkeypatch: pytest.MonkeyPatch, drawn: float, token: int
+) -> None:
+    monkeypatch.setattr("workers.engine.sampler.uniform", lambda *_: drawn)
+    scores = np.array([-np.inf, -np.inf, 0.3, 0.1, 0.2, -np.inf], np.float32)
+    assert choose(scores, Sampling(temperature=1.0), 0, 0) == token
+
+
+def test_the_draws_counter_is_the_place_in_the_output_whatever_the_prompt() -> None:
+    logits = torch.zeros(1, 1000)
+    sampling = Sampling(temperature=1.0, seed=5)
+    long, short = draw(sampling, [1] * 30, prompt=27), draw(sampling, [1] * 5, prompt=2)
+    assert long.position == short.position == 3
+    assert sample(logits, [long]) == sample(logits, [short]) == [Pick(int(uniform(5, 0, 3) * 1000))]
 
 
 @pytest.mark.parametrize("seed", range(30))

@@ -101,6 +101,14 @@ def test_at_least_one_token_is_computed_when_everything_is_cached() -> None:
     assert shape(desk.step()) == [(3, 16, 16), (4, 32, 1)]
 
 
+def test_two_requests_without_a_scope_share_nothing_while_both_run() -> None:
+    desk = Desk()
+    desk.add(1, [5] * 40)
+    desk.step()
+    desk.add(2, [5] * 40)
+    assert shape(desk.step()) == [(1, 40, 1), (2, 0, 40)]
+
+
 def test_scopes_do_not_see_one_anothers_blocks_and_no_scope_sees_none() -> None:
     desk = Desk()
     scopes = (SHARED, b"t" * 32, b"", b"")
@@ -136,7 +144,7 @@ def test_the_most_junior_leaves_and_returns_to_its_cached_prefix() -> None:
     while not desk.scheduler.preemptions:
         plan = desk.step()
     assert [key for key, _, _ in shape(plan)] == [1]
-    assert [sequence.request.key for sequence in desk.scheduler.waiting] == [2]
+    assert [(sequence.request.key, sequence.computed) for sequence in desk.scheduler.waiting] == [(2, 0)]
     while len(plan.spans) < 2 and desk.scheduler.requests:
         plan = desk.step()
         if any(key == 2 for key, _, _ in shape(plan)):
@@ -163,7 +171,9 @@ def test_preemptions_are_capped_and_everybody_gets_through(cap: int) -> None:
         desk.step()
         steps += 1
         assert steps < 2000, "livelock"
-    assert max(sequence.preemptions for request in requests for sequence in request.sequences) <= cap
+    preemptions = [request.sequences[0].preemptions for request in requests]
+    assert sum(preemptions) == desk.scheduler.preemptions
+    assert max(preemptions) <= cap
     assert (desk.scheduler.preemptions > 0) == (cap > 0)
 
 
@@ -173,6 +183,24 @@ def test_a_sequence_that_was_preempted_often_enters_with_all_it_can_ever_need() 
     request.sequences[0].preemptions = 1
     desk.step()
     assert desk.scheduler.pool.counts.used == 7
+
+
+def test_a_sequence_that_was_preempted_often_is_no_victim_even_of_a_senior() -> None:
+    desk = Desk(blocks=7, cap=1)
+    desk.add(1, [1] * 5, 100)
+    while (
+        desk.scheduler.running == [] or desk.scheduler.running[0].held < 4 or len(desk.scheduler.running[0].tokens) < 62
+    ):
+        desk.step()
+    desk.add(2, [2] * 5, 27).sequences[0].preemptions = 1
+    desk.step()
+    assert [sequence.held for sequence in desk.scheduler.running] == [4, 2]
+    while not desk.scheduler.preemptions:
+        plan = desk.step()
+    assert [key for key, _, _ in shape(plan)] == [2]
+    while any(sequence.request.key == 2 for sequence in desk.scheduler.running):
+        plan = desk.step()
+    assert [key for key, _, _ in shape(desk.step())] == [1]
 
 
 def test_a_paused_request_holds_no_blocks_and_goes_on_where_it_was() -> None:
