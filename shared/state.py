@@ -1,0 +1,215 @@
+"""The state store: Redis or Valkey behind a circuit, so that its absence costs nobody a wait.
+
+Owns the connection, scripts, the birth id of the data set and the write-behind queue. The one rule: while the store is
+away every call raises StateAway at once; what went through `write_behind` waits, in order, and is written once it is
+back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import builtins
+import contextlib
+import hashlib
+import logging
+from collections import deque
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, Final, TypeVar
+
+import redis.asyncio
+from prometheus_client import Counter, Gauge
+from redis.exceptions import BusyLoadingError, ConnectionError, NoScriptError, ReadOnlyError, TimeoutError
+
+from shared import keys
+from shared.clock import Clock
+from shared.errors import Reason, TrunklineError
+from shared.ids import SYSTEM_RNG, Rng, incarnation_text, new_incarnation
+
+TIMEOUT_S: Final = 1.0
+PROBE_S: Final = 0.5
+MAX_CONNECTIONS: Final = 16
+MAX_BEHIND: Final = 10_000
+PIPELINE: Final = 256
+
+_AWAY: Final = (ConnectionError, TimeoutError, BusyLoadingError, ReadOnlyError, OSError, asyncio.TimeoutError)
+_T = TypeVar("_T")
+_log = logging.getLogger("trunkline.state")
+_dropped = Counter("trunkline_state_writes_dropped_total", "Writes given up because the queue was full.")
+_available = Gauge("trunkline_state_available", "1 while the state store answers.")
+
+
+class StateAway(TrunklineError):
+    """The store does not answer now."""
+
+    def __init__(self) -> None:
+        super().__init__(Reason.STATE_AWAY, "The state store is away; try again.", retry_after_s=1.0)
+
+
+class Script:
+    """A Lua script and its name in the store."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+        self.sha = hashlib.sha1(text.encode(), usedforsecurity=False).hexdigest()
+
+
+_Write = tuple[Script, Sequence[str], Sequence[str | int | float | bytes]]
+
+
+class Store:
+    """One process's way to the store. Answers are str and int (`decode_responses`)."""
+
+    def __init__(self, url: str, clock: Clock, *, name: str, rng: Rng = SYSTEM_RNG) -> None:
+        self.available = False
+        self.birth = ""
+        self._clock = clock
+        self._rng = rng
+        self._redis: Any = redis.asyncio.Redis.from_url(
+            url,
+            client_name=name,
+            decode_responses=True,
+            socket_timeout=TIMEOUT_S,
+            socket_connect_timeout=TIMEOUT_S,
+            max_connections=MAX_CONNECTIONS,
+            retry=None,
+        )
+        self._gate = asyncio.Semaphore(MAX_CONNECTIONS)
+        self._behind: deque[_Write] = deque()
+        self._wake = asyncio.Event()
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._on_birth: list[Callable[[], None]] = []
+        self._tasks: list[asyncio.Task[None]] = []
+
+    async def start(self) -> None:
+        """Look for the store once, then keep probing and writing in the background. Its absence is no error."""
+        await self._probe()
+        self._tasks = [asyncio.create_task(self._keep_probing()), asyncio.create_task(self._keep_writing())]
+
+    async def close(self) -> None:
+        """Write what waits (at most a second), then close."""
+        with contextlib.suppress(builtins.TimeoutError):
+            async with asyncio.timeout(TIMEOUT_S):
+                await self._idle.wait()
+        if self._behind:
+            _log.warning("%d writes to the state store were not made", len(self._behind))
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._redis.aclose()
+
+    def on_birth_change(self, callback: Callable[[], None]) -> None:
+        """Call back when the store came back with another data set: everything in it is gone."""
+        self._on_birth.append(callback)
+
+    async def run(self, script: Script, keys_: Sequence[str], args: Sequence[str | int | float | bytes]) -> Any:
+        """The script's answer. Raises StateAway."""
+        return await self._guarded(lambda: self._evaluate(script, keys_, args))
+
+    async def get(self, key: str) -> str | None:
+        """A string, None if absent. Raises StateAway."""
+        return await self._guarded(lambda: self._redis.get(key))
+
+    async def hgetall(self, key: str) -> dict[str, str]:
+        """A hash, empty if absent. Raises StateAway."""
+        return await self._guarded(lambda: self._redis.hgetall(key))
+
+    async def lrange(self, key: str, start: int, end: int) -> list[str]:
+        """Part of a list. Raises StateAway."""
+        return await self._guarded(lambda: self._redis.lrange(key, start, end))
+
+    def write_behind(self, script: Script, keys_: Sequence[str], args: Sequence[str | int | float | bytes]) -> None:
+        """Run the script soon, after everything written behind before it. Past the bound the oldest is dropped."""
+        if len(self._behind) >= MAX_BEHIND:
+            self._behind.popleft()
+            _dropped.inc()
+        self._behind.append((script, keys_, args))
+        self._idle.clear()
+        self._wake.set()
+
+    async def _guarded(self, call: Callable[[], Awaitable[_T]]) -> _T:
+        if not self.available:
+            raise StateAway
+        try:
+            async with self._gate, asyncio.timeout(2 * TIMEOUT_S):
+                return await call()
+        except _AWAY as exc:
+            self._mark(False, exc)
+            raise StateAway from exc
+
+    async def _evaluate(self, script: Script, keys_: Sequence[str], args: Sequence[str | int | float | bytes]) -> Any:
+        try:
+            return await self._redis.evalsha(script.sha, len(keys_), *keys_, *args)
+        except NoScriptError:
+            return await self._redis.eval(script.text, len(keys_), *keys_, *args)
+
+    async def _keep_probing(self) -> None:
+        while True:
+            await asyncio.sleep(PROBE_S)
+            await self._probe()
+
+    async def _probe(self) -> None:
+        """Is it there, and is it the data set we know?"""
+        try:
+            async with asyncio.timeout(TIMEOUT_S):
+                mine = incarnation_text(new_incarnation(self._rng))
+                birth = await self._redis.get(keys.birth())
+                if birth is None:
+                    await self._redis.set(keys.birth(), mine, nx=True)
+                    birth = await self._redis.get(keys.birth())
+        except _AWAY as exc:
+            self._mark(False, exc)
+            return
+        changed, self.birth = bool(self.birth) and birth != self.birth, birth or self.birth
+        if changed:
+            _log.warning("the state store came back empty")
+            for callback in self._on_birth:
+                callback()
+        self._mark(True, None)
+
+    def _mark(self, available: bool, why: BaseException | None) -> None:
+        if available != self.available:
+            self.available = available
+            _available.set(available)
+            _log.warning("the state store is %s", "back" if available else f"away ({type(why).__name__})")
+            self._wake.set()
+
+    async def _keep_writing(self) -> None:
+        while True:
+            await self._wake.wait()
+            self._wake.clear()
+            while self._behind and self.available:
+                await self._write_some()
+            if not self._behind:
+                self._idle.set()
+
+    async def _write_some(self) -> None:
+        """Make the oldest writes. Unanswered ones go back to the front and run again, which scripts must allow."""
+        writes = [self._behind.popleft() for _ in range(min(PIPELINE, len(self._behind)))]
+        try:
+            answers = await self._pipelined(writes)
+        except _AWAY as exc:
+            self._behind.extendleft(reversed(writes))
+            self._mark(False, exc)
+            return
+        for answer in answers:
+            if isinstance(answer, Exception):
+                _log.error("the state store refused a write: %s", answer)
+
+    async def _pipelined(self, writes: Sequence[_Write]) -> list[Any]:
+        async with asyncio.timeout(2 * TIMEOUT_S), self._redis.pipeline(transaction=False) as pipe:
+            await self._load({script.sha: script for script, _, _ in writes})
+            for script, keys_, args in writes:
+                pipe.evalsha(script.sha, len(keys_), *keys_, *args)
+            answers = await pipe.execute(raise_on_error=False)
+        for answer in answers:
+            if isinstance(answer, _AWAY):
+                raise answer
+        return list(answers)
+
+    async def _load(self, scripts: dict[str, Script]) -> None:
+        """Scripts vanish with a restart; asking costs one round trip a batch."""
+        known = await self._redis.script_exists(*scripts)
+        for (_, script), there in zip(scripts.items(), known, strict=True):
+            if not there:
+                await self._redis.script_load(script.text)
