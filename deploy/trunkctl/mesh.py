@@ -8,7 +8,7 @@ import argparse
 import fcntl
 import subprocess
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import msgspec
@@ -94,9 +94,9 @@ def run_status(args: argparse.Namespace) -> int:
         console.print("No mesh is up.")
         return 1
     specs = {spec.name: spec for spec in plan.specs}
-    states = {process: _state(process, specs.get(process.name)) for process in read_table(home.processes)}
+    states = [(process, _state(process, specs.get(process.name))) for process in read_table(home.processes)]
     console.print(_table(states))
-    return 0 if set(states.values()) == {"ready"} else 1
+    return 0 if all(state == "ready" for _, state in states) else 1
 
 
 def _start(home: Home, plan: Plan, args: argparse.Namespace, console: Console) -> "subprocess.Popen[bytes]":
@@ -160,11 +160,11 @@ def _state(process: Process, spec: Spec | None) -> str:
     return "ready" if spec is None or is_ready(spec) else "not ready"
 
 
-def _table(states: dict[Process, str]) -> Table:
+def _table(states: Sequence[tuple[Process, str]]) -> Table:
     table = Table(box=None, header_style="dim")
     for name in ("name", "pid", "state", "restarts", "ports"):
         table.add_column(name, overflow="fold")
-    for process, state in states.items():
+    for process, state in states:
         ports = " ".join(f"{kind}:{port}" for kind, port in process.ports.items())
         style = "green" if state == "ready" else "yellow"
         table.add_row(process.name, str(process.pid), f"[{style}]{state}[/]", str(process.restarts), ports)
