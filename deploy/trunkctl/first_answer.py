@@ -1,6 +1,7 @@
 """What a fresh mesh shows: a first answer through its public API, where its time went, and how to go on."""
 
 import json
+import os
 import shlex
 
 from rich.console import Console
@@ -33,10 +34,15 @@ def ask(home: Home, plan: Plan, prompt: str, clock: Clock, console: Console) -> 
 
 def addresses(home: Home, plan: Plan, console: Console) -> None:
     """Where the mesh answers, and what to try next."""
+    key = os.path.relpath(home.dev_key)
+    where = {"HTTP": f"http://{plan.http}/v1", "gRPC": plan.grpc, "API key": key, "logs": os.path.relpath(home.logs)}
+    console.print()
+    for name, value in where.items():
+        console.print(f"[dim]{name:<8}[/]{value}", soft_wrap=True)
     body = json.dumps({"model": plan.model, "messages": [{"role": "user", "content": "Hello"}], "stream": True})
-    console.print(f"\nHTTP  http://{plan.http}/v1   gRPC  {plan.grpc}   API key  {home.dev_key}   logs  {home.logs}\n")
     console.print(
-        f"curl -N http://{plan.http}/v1/chat/completions -H 'content-type: application/json' \\\n"
-        f'  -H "authorization: Bearer $(cat {shlex.quote(str(home.dev_key))})" -d {shlex.quote(body)}',
+        f"\ncurl -N http://{plan.http}/v1/chat/completions -H 'content-type: application/json' \\\n"
+        f'  -H "authorization: Bearer $(cat {shlex.quote(key)})" \\\n  -d {shlex.quote(body)}',
         soft_wrap=True,
+        markup=False,
     )
