@@ -22,6 +22,11 @@ DEFAULT_MODEL = "smollm2-135m-instruct"
 UNITS = {"K": 10, "M": 20, "G": 30, "T": 40}
 
 
+# Read when torch is loaded, which is later: idle threads shall sleep. Spinning ones, beside a busy process, make seconds
+# of work take minutes.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
+
 def add_parser(subparsers: Subparsers) -> None:
     """Adds `model`."""
     parser = subparsers.add_parser("model", help="fetch, convert, check, list and plan models")

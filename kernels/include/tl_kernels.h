@@ -111,8 +111,8 @@ TL_API int64_t tl_linear_packed_size(int64_t columns, int64_t inner);
 
 /* Copy weight[rows, inner] (row = output) into columns first_column .. first_column + rows of a packed weight of
  * `columns` columns, 64-byte aligned. Padding columns are left alone: clear the memory first. */
-TL_API tl_status tl_linear_pack(const float *weight, float *packed, int64_t rows, int64_t inner, int64_t first_column,
-                                int64_t columns);
+TL_API tl_status tl_linear_pack(tl_context *context, const float *weight, float *packed, int64_t rows, int64_t inner,
+                                int64_t first_column, int64_t columns);
 
 /* out[rows, columns] = x[rows, inner] * weight^T + bias; bias may be NULL. */
 TL_API tl_status tl_linear(tl_context *context, const float *x, const float *packed, const float *bias, float *out,

@@ -19,7 +19,6 @@ from trunkline_kernels.library import (
     batch_struct,
     heads_struct,
     isa,
-    linear_pack,
     linear_packed_size,
 )
 from workers.engine.batch import RaggedBatch
@@ -53,7 +52,7 @@ class FusedOps:
         first = 0
         for weight in weights:
             source = _fp32(weight)
-            linear_pack(source.data_ptr(), packed.data_ptr(), len(source), inner, first, columns)
+            self._context.linear_pack(source.data_ptr(), packed.data_ptr(), len(source), inner, first, columns)
             first += len(source)
         return PackedWeight(packed, torch.cat([_fp32(bias) for bias in biases]) if biases else None, inner, columns)
 
@@ -152,7 +151,7 @@ def _fp32(tensor: torch.Tensor) -> torch.Tensor:
 
 def _huge(floats: int) -> torch.Tensor:
     """Zeroed fp32 memory of its own mapping, in huge pages where the system has them: fewer misses while streaming."""
-    memory = mmap.mmap(-1, 4 * floats)
+    memory = mmap.mmap(-1, 4 * floats, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         memory.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(memory, dtype=torch.float32, count=floats)

@@ -66,11 +66,14 @@ def load_model(
     config = check_texts(directory, manifest)
     weights = load_weights(directory, manifest, config, threads, progress)
     place = torch.device(device)
-    placed = {name: _placed(tensor, place) for name, tensor in weights.items()}
+    placed = {name: _placed(tensor, place) for name, tensor in weights.tensors.items()}
     standard = _model(config, manifest, "standard", StandardOps(place), placed)
-    if kernel_mode == "standard":
+    fused = _fused(standard, placed, threads, progress) if kernel_mode == "fused" else None
+    if fused is None:
         return standard
-    return _fused(standard, placed, threads, progress) or standard
+    weights.drop_pages()  # what serves now is the packed copy
+    torch.set_num_threads(1)  # idle torch threads spin, and would take the cores from our own
+    return fused
 
 
 def _fused(standard: Model, weights: Mapping[str, torch.Tensor], threads: int, progress: Progress) -> Model | None:
@@ -88,7 +91,9 @@ def _fused(standard: Model, weights: Mapping[str, torch.Tensor], threads: int, p
     progress("pack weights", 0.0)
     fused = _model(standard.config, standard.manifest, "fused", ops, weights)
     progress("pack weights", 1.0)
+    torch.set_num_threads(1)  # torch's threads spin while they wait: beside a busy process the check takes minutes
     error_found = largest_difference(fused, standard)
+    torch.set_num_threads(threads)
     if not error_found <= MAX_DIFFERENCE:  # also when it is NaN
         _log.error(
             "fused kernels do not serve: logits differ from standard by %.1e (limit %.0e); standard serves instead",
@@ -108,13 +113,15 @@ def _model(
     config: ModelConfig, manifest: Manifest, kernel_mode: str, ops: Ops, weights: Mapping[str, torch.Tensor]
 ) -> Model:
     decoder = family(config.architecture).model(config, ops, weights)
+    # A tied embedding is kept twice by kernels that pack it: as the table and as the output matrix.
+    packed_head = decoder.embedding.nbytes if kernel_mode == "fused" and config.tied else 0
     return Model(
         config=config,
         manifest=manifest,
         kernel_mode=kernel_mode,
         path=ops.path,
         invariant=ops.invariant,
-        weight_bytes=sum(tensor.nbytes for tensor in weights.values()),
+        weight_bytes=sum(tensor.nbytes for tensor in weights.values()) + packed_head,
         dtype=decoder.dtype,
         device=decoder.device,
         decoder=decoder,

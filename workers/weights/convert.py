@@ -184,7 +184,7 @@ def _write_golden(directory: Path, raw: dict[str, Any], progress: Progress) -> N
     """Run the reference on the weights as written, so that rounding to bf16 is part of what is proved."""
     progress("golden vectors", 0.0)
     file = TensorFile(directory / WEIGHTS)
-    model = golden_vectors.reference_model(raw, {name: file.tensor(placed) for name, placed in file.placed.items()})
+    model = golden_vectors.reference_model(raw, {name: file.tensor(name) for name in file.placed})
     tokenizer = Tokenizer.from_file(str(directory / TOKENIZER))
     golden_vectors.save_golden(directory / GOLDEN, golden_vectors.make_golden(model, tokenizer))
     progress("golden vectors", 1.0)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -23,6 +24,19 @@ Progress = Callable[[str, float], None]  # stage, fraction done
 
 def no_progress(stage: str, fraction: float) -> None:
     """Nobody is watching."""
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """Verified tensors by public name, in their stored dtype: views of mapped files, not to be written to."""
+
+    tensors: Mapping[str, torch.Tensor]
+    files: tuple[TensorFile, ...]
+
+    def drop_pages(self) -> None:
+        """Hand the mapped pages back; a tensor that is still used reads its own again from the page cache."""
+        for file in self.files:
+            file.drop_pages()
 
 
 def check_texts(directory: Path, manifest: Manifest) -> ModelConfig:
@@ -45,16 +59,14 @@ def check_texts(directory: Path, manifest: Manifest) -> ModelConfig:
 
 def load_weights(
     directory: Path, manifest: Manifest, config: ModelConfig, threads: int, progress: Progress = no_progress
-) -> dict[str, torch.Tensor]:
-    """Map and verify all tensors, hashing on `threads` threads: public name → read-only tensor in its stored dtype.
-
-    Raises ArtefactError. The tensors are views of the mapped files: do not write to them.
-    """
+) -> Weights:
+    """Map and verify all tensors, hashing on `threads` threads; raises ArtefactError."""
     _check_table(manifest, config)
     files = {name: TensorFile(directory / name) for name in sorted({entry.file for entry in manifest.tensors})}
     _check_places(manifest, files)
     _check_hashes(manifest.tensors, files, threads, progress)
-    return {entry.name: files[entry.file].tensor(files[entry.file].placed[entry.name]) for entry in manifest.tensors}
+    tensors = {entry.name: files[entry.file].tensor(entry.name) for entry in manifest.tensors}
+    return Weights(tensors, tuple(files.values()))
 
 
 def _check_table(manifest: Manifest, config: ModelConfig) -> None:
@@ -96,8 +108,7 @@ def _check_hashes(
     total, done = sum(entry.size for entry in entries) or 1, 0
 
     def digest(entry: TensorEntry) -> str:
-        file = files[entry.file]
-        return file.sha256(file.placed[entry.name])
+        return files[entry.file].sha256(entry.name)
 
     with ThreadPoolExecutor(max(1, threads)) as pool:
         for entry, found in zip(entries, pool.map(digest, entries), strict=True):

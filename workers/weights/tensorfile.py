@@ -111,18 +111,24 @@ class TensorFile:
         """Bytes of the file."""
         return len(self._map)
 
-    def tensor(self, placed: Placed) -> torch.Tensor:
-        """The tensor at `placed`, a view."""
+    def tensor(self, name: str) -> torch.Tensor:
+        """The tensor of that name, a view."""
+        placed = self.placed[name]
         dtype = DTYPES[placed.dtype]
         if not placed.size:
             return torch.empty(placed.shape, dtype=dtype)
         count = placed.size // dtype.itemsize
         return torch.frombuffer(self._map, dtype=dtype, count=count, offset=placed.offset).view(placed.shape)
 
-    def sha256(self, placed: Placed) -> str:
+    def sha256(self, name: str) -> str:
         """sha256 of the tensor's bytes; drops the interpreter lock while hashing."""
+        placed = self.placed[name]
         with memoryview(self._map)[placed.offset : placed.offset + placed.size] as content:
             return hashlib.sha256(content).hexdigest()
+
+    def drop_pages(self) -> None:
+        """Hand the mapped pages back to the system; the next look reads them again."""
+        self._map.madvise(mmap.MADV_DONTNEED)
 
 
 def _read_header(file: BinaryIO, name: str, size: int) -> bytes:

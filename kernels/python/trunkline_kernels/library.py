@@ -60,7 +60,7 @@ _SIGNATURES: dict[str, tuple[type, ...]] = {
     "tl_embed": (_POINTER, _POINTER, _POINTER, _POINTER, c_int64, c_int64, c_int64),
     "tl_rms_norm": (_POINTER, _POINTER, _POINTER, _POINTER, c_int64, c_int64, c_float),
     "tl_add_rms_norm": (_POINTER, _POINTER, _POINTER, _POINTER, _POINTER, c_int64, c_int64, c_float),
-    "tl_linear_pack": (_POINTER, _POINTER, c_int64, c_int64, c_int64, c_int64),
+    "tl_linear_pack": (_POINTER, _POINTER, _POINTER, c_int64, c_int64, c_int64, c_int64),
     "tl_linear": (_POINTER, _POINTER, _POINTER, _POINTER, _POINTER, c_int64, c_int64, c_int64),
     "tl_rope_cache": (_POINTER, POINTER(Batch), POINTER(Heads), _POINTER, _POINTER, _POINTER, _POINTER, _POINTER),
     "tl_attention": (_POINTER, POINTER(Batch), POINTER(Heads), _POINTER, _POINTER, _POINTER, _POINTER),
@@ -112,11 +112,6 @@ def linear_packed_size(columns: int, inner: int) -> int:
     return size
 
 
-def linear_pack(weight: Address, packed: Address, rows: int, inner: int, first_column: int, columns: int) -> None:
-    """Copy weight [rows, inner] into its columns of a zeroed, 64-byte aligned packed weight."""
-    _check(library().tl_linear_pack(weight, packed, rows, inner, first_column, columns), "tl_linear_pack")
-
-
 class Context:
     """Worker threads, and the calls that run on them. Arguments are addresses and counts, as in the header."""
 
@@ -149,6 +144,13 @@ class Context:
     ) -> None:
         """x += delta, then its norm."""
         _check(self._add_norm(self._handle, x, delta, weight, out, rows, width, eps), "tl_add_rms_norm")
+
+    def linear_pack(
+        self, weight: Address, packed: Address, rows: int, inner: int, first_column: int, columns: int
+    ) -> None:
+        """Copy weight [rows, inner] into its columns of a zeroed, 64-byte aligned packed weight."""
+        status = self._library.tl_linear_pack(self._handle, weight, packed, rows, inner, first_column, columns)
+        _check(status, "tl_linear_pack")
 
     def linear(
         self, x: Address, packed: Address, bias: Address, out: Address, rows: int, inner: int, columns: int

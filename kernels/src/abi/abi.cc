@@ -127,13 +127,14 @@ int64_t tl_linear_packed_size(int64_t columns, int64_t inner) {
   return (columns + TL_PANEL_COLUMNS - 1) / TL_PANEL_COLUMNS * TL_PANEL_COLUMNS * inner;
 }
 
-tl_status tl_linear_pack(const float *weight, float *packed, int64_t rows, int64_t inner, int64_t first_column,
-                         int64_t columns) {
+tl_status tl_linear_pack(tl_context *context, const float *weight, float *packed, int64_t rows, int64_t inner,
+                         int64_t first_column, int64_t columns) {
   Check check;
-  check.present(weight, packed).floats(weight).packed(packed);
   check.count(rows, 0).count(inner, 1).count(first_column, 0).count(columns, 1);
-  check.fits(first_column + rows <= columns);
-  if (check.ok()) tl::cpu::linear_pack(weight, packed, rows, inner, first_column);
+  check.require(first_column + rows <= columns, TL_ERROR_SHAPE);
+  if (!check.ok() || rows == 0) return check.status();
+  check.present(context, weight, packed).floats(weight).packed(packed);
+  if (check.ok()) tl::cpu::linear_pack(context->pool, weight, packed, rows, inner, first_column);
   return check.status();
 }
 

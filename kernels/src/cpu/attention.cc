@@ -2,6 +2,7 @@
 
 #include "cpu.h"
 #include "tile.h"
+#include "transpose.h"
 
 namespace tl::cpu {
 namespace {
@@ -10,12 +11,6 @@ constexpr int64_t kKeys = 64;  // keys between two rescalings, at fixed absolute
 constexpr int64_t kPages = kKeys / TL_PAGE_TOKENS;
 constexpr int64_t kPairs = 48;  // (query, head) pairs that share a block of keys; all of one kv head
 constexpr int64_t kMaxDim = TL_MAX_HEAD_DIM;
-
-// Turn kPanel keys [count, dim] into [dim, kPanel], zero where there is no key.
-void transpose(const float *keys, int64_t count, int64_t dim, float *out) {
-  for (int64_t d = 0; d < dim; ++d)
-    for (int64_t key = 0; key < kPanel; ++key) out[d * kPanel + key] = key < count ? keys[key * dim + d] : 0.0f;
-}
 
 // The running state of up to kPairs queries against one sequence's keys.
 struct Group {
@@ -108,40 +103,70 @@ struct Attention {
     return qkv + query * width + (kv_head * share() + pair % share()) * heads.head_dim;
   }
 
-  // Keys [first, first + kKeys) of the sequence, as far as `end`.
-  void block(Group &state, int64_t span, int64_t kv_head, int64_t first, int64_t end) const {
-    const int64_t dim = state.dim;
-    int64_t pages = 0;
-    const float *value_pages[kPages];
-    int64_t counts[kPages];
-    for (; pages < kPages && first + pages * TL_PAGE_TOKENS < end; ++pages) {
-      const int64_t start = first + pages * TL_PAGE_TOKENS;
-      const int64_t page = batch.block_tables[span * batch.table_width + start / TL_PAGE_TOKENS];
-      const int64_t place = (page * heads.kv_heads + kv_head) * TL_PAGE_TOKENS * dim;
-      counts[pages] = end - start < TL_PAGE_TOKENS ? end - start : TL_PAGE_TOKENS;
-      value_pages[pages] = values + place;
-      transpose(keys + place, counts[pages], dim, state.keys + pages * kPanel * dim);
-      TileArgs scores{state.query, dim, state.keys + pages * kPanel * dim, kPanel, 0, state.score + pages * kPanel,
-                      kKeys,       dim, false};
-      tile_block<1>(state.pairs, scores);
-    }
-    for (int64_t pair = 0; pair < state.pairs; ++pair) state.soften(pair, first, heads.scale);
-    for (int64_t page = 0; page < pages; ++page) mix(state, page, value_pages[page], counts[page]);
+  // Where the page that holds key `key` of a sequence begins in either pool.
+  int64_t place(int64_t span, int64_t kv_head, int64_t key) const {
+    const int64_t page = batch.block_tables[span * batch.table_width + key / TL_PAGE_TOKENS];
+    return (page * heads.kv_heads + kv_head) * TL_PAGE_TOKENS * heads.head_dim;
   }
 
-  // mixed += weights of one page * its values, a panel of columns at a time.
-  void mix(Group &state, int64_t page, const float *page_values, int64_t count) const {
-    const int64_t dim = state.dim;
-    int64_t column = 0;
-    for (; column + kPanel <= dim; column += kPanel) {
-      TileArgs args{state.score + page * kPanel, kKeys, page_values + column, dim, 0, state.mixed + column,
-                    dim,                         count, true};
-      tile_block<1>(state.pairs, args);
+  // Pages lie anywhere, so the processor cannot guess the next one; with few queries the reads are what takes time.
+  void fetch(const Group &state, const float *page) const {
+    if (state.pairs > kTileRows) return;
+    for (int64_t at = 0; at < TL_PAGE_TOKENS * state.dim; at += 16) __builtin_prefetch(page + at);
+  }
+
+  // Keys [first, first + kKeys) of the sequence, as far as `end`.
+  void block(Group &state, int64_t span, int64_t kv_head, int64_t first, int64_t end) const {
+    const int64_t count = end - first < kKeys ? end - first : kKeys;
+    const int64_t pages = (count + TL_PAGE_TOKENS - 1) / TL_PAGE_TOKENS;
+    const float *page_values[kPages];
+    for (int64_t page = 0; page < pages; ++page) {
+      const int64_t start = page * TL_PAGE_TOKENS, at = place(span, kv_head, first + start);
+      page_values[page] = values + at;
+      fetch(state, page_values[page]);
+      if (first + start + TL_PAGE_TOKENS < end) fetch(state, keys + place(span, kv_head, first + start + TL_PAGE_TOKENS));
+      transpose_panel(keys + at, smaller_count(count - start), state.dim, state.keys + page * kPanel * state.dim);
     }
-    for (int64_t pair = 0; pair < state.pairs && column < dim; ++pair)
+    score_pages(state, pages);
+    for (int64_t pair = 0; pair < state.pairs; ++pair) state.soften(pair, first, heads.scale);
+    for (int64_t page = 0; page < pages; ++page)
+      mix(state, page, page_values[page], smaller_count(count - page * TL_PAGE_TOKENS));
+  }
+
+  static int64_t smaller_count(int64_t count) { return count < TL_PAGE_TOKENS ? count : TL_PAGE_TOKENS; }
+
+  // score[pairs, pages * 16] = query * keys, a tile's width of pages at a time.
+  void score_pages(Group &state, int64_t pages) const {
+    const int64_t dim = state.dim;
+    for (int64_t page = 0; page < pages;) {
+      const TileArgs args{state.query, dim, state.keys + page * kPanel * dim, kPanel, kPanel * dim,
+                          state.score + page * kPanel, kKeys, dim, false};
+      page += widest(state.pairs, pages - page, args);
+    }
+  }
+
+  // mixed += weights of one page * its values, a tile's width of columns at a time.
+  void mix(Group &state, int64_t page, const float *page_values, int64_t count) const {
+    const int64_t dim = state.dim, panels = dim / kPanel;
+    for (int64_t panel = 0; panel < panels;) {
+      const TileArgs args{state.score + page * kPanel, kKeys, page_values + panel * kPanel, dim, kPanel,
+                          state.mixed + panel * kPanel, dim, count, true};
+      panel += widest(state.pairs, panels - panel, args);
+    }
+    for (int64_t pair = 0; pair < state.pairs; ++pair)
       for (int64_t key = 0; key < count; ++key)
-        for (int64_t d = column; d < dim; ++d)
+        for (int64_t d = panels * kPanel; d < dim; ++d)
           state.mixed[pair * dim + d] += state.score[pair * kKeys + page * kPanel + key] * page_values[key * dim + d];
+  }
+
+  // Run the widest tile that fits; returns the panels it took.
+  static int64_t widest(int64_t rows, int64_t panels, const TileArgs &args) {
+    if (panels < kTilePanels) {
+      tile_block<1>(rows, args);
+      return 1;
+    }
+    tile_block<kTilePanels>(rows, args);
+    return kTilePanels;
   }
 
   void finish(const Group &state, int64_t row, int64_t kv_head, int64_t first, int64_t pair) const {

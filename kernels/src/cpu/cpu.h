@@ -10,7 +10,7 @@ namespace tl::cpu {
 void embed(Pool &pool, const int32_t *tokens, const float *table, float *out, int64_t rows, int64_t width);
 void rms_norm(Pool &pool, float *x, const float *delta, const float *weight, float *out, int64_t rows, int64_t width,
               float eps);
-void linear_pack(const float *weight, float *packed, int64_t rows, int64_t inner, int64_t first_column);
+void linear_pack(Pool &pool, const float *weight, float *packed, int64_t rows, int64_t inner, int64_t first_column);
 void linear(Pool &pool, const float *x, const float *packed, const float *bias, float *out, int64_t rows,
             int64_t inner, int64_t columns);
 void rope_cache(Pool &pool, const tl_batch &batch, const tl_heads &heads, const float *cosines, const float *sines,

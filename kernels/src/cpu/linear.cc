@@ -1,5 +1,6 @@
 #include "cpu.h"
 #include "tile.h"
+#include "transpose.h"
 
 namespace tl::cpu {
 namespace {
@@ -57,12 +58,20 @@ struct Linear {
 
 }  // namespace
 
-void linear_pack(const float *weight, float *packed, int64_t rows, int64_t inner, int64_t first_column) {
-  for (int64_t row = 0; row < rows; ++row) {
-    const int64_t column = first_column + row;
-    float *lane = packed + column / kPanel * kPanel * inner + column % kPanel;
-    for (int64_t k = 0; k < inner; ++k) lane[k * kPanel] = weight[row * inner + k];
-  }
+void linear_pack(Pool &pool, const float *weight, float *packed, int64_t rows, int64_t inner, int64_t first_column) {
+  const int64_t first_panel = first_column / kPanel, end = first_column + rows;
+  pool.run((end + kPanel - 1) / kPanel - first_panel, [=](int64_t piece) {
+    const int64_t start = (first_panel + piece) * kPanel, stop = start + kPanel < end ? start + kPanel : end;
+    float *panel = packed + start * inner;
+    if (start >= first_column && stop == start + kPanel) {
+      transpose_panel(weight + (start - first_column) * inner, kPanel, inner, panel);
+      return;
+    }
+    // A panel shared with another weight, or with padding: only this weight's columns are touched.
+    for (int64_t column = start < first_column ? first_column : start; column < stop; ++column)
+      for (int64_t k = 0; k < inner; ++k)
+        panel[k * kPanel + column - start] = weight[(column - first_column) * inner + k];
+  });
 }
 
 void linear(Pool &pool, const float *x, const float *packed, const float *bias, float *out, int64_t rows,
