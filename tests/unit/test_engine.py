@@ -207,6 +207,7 @@ def test_one_sick_choice_fails_its_request_and_the_step_goes_on() -> None:
     rig.say(admit(2, [3], 9, ignore_eos=True))
     rig.finish()
     assert failure(rig, 1).reason == "NAN_LOGITS"
+    assert (1, 2) not in rig.notes.first_index
     assert len(rig.notes.tokens[2, 0]) == 9
 
 

@@ -20,6 +20,8 @@ Floats = npt.NDArray[np.float32]
 Doubles = npt.NDArray[np.float64]
 Ids = npt.NDArray[np.int64]
 
+_STRIDE = 64
+
 
 @dataclass(frozen=True, slots=True)
 class Draw:
@@ -115,12 +117,15 @@ def choose(scores: Floats, sampling: Sampling, choice: int, position: int) -> in
 def kept(scores: Floats, sampling: Sampling) -> tuple[Ids, Doubles]:
     """Ids that survive top-k, top-p and min-p, ascending, and their weights (the largest is 1, unnormalised)."""
     if 0 < sampling.top_k < len(scores):
-        ids = np.flatnonzero(scores >= np.partition(scores, -sampling.top_k)[-sampling.top_k])
+        ids = _leaders(scores, sampling.top_k)
+        weights = scores[ids].astype(np.float64)
     else:
         ids = np.arange(len(scores))
-    logits = scores[ids].astype(np.float64)
+        weights = scores.astype(np.float64)
+    weights -= weights.max()
     with np.errstate(over="ignore"):  # a tiny temperature may send the rest to -inf, which is what it means
-        weights = np.exp((logits - logits.max()) / sampling.temperature)
+        weights /= sampling.temperature
+    np.exp(weights, out=weights)
     if sampling.top_p < 1.0:
         keep = _nucleus(weights, sampling.top_p)
         ids, weights = ids[keep], weights[keep]
@@ -130,20 +135,44 @@ def kept(scores: Floats, sampling: Sampling) -> tuple[Ids, Doubles]:
     return ids, weights
 
 
+def _leaders(values: Floats | Doubles, count: int) -> Ids:
+    """Indices of all values not below the `count`-th largest, ascending (more than `count` where it is a tie)."""
+    candidates: Ids = np.arange(len(values))
+    starts = candidates[::_STRIDE]
+    if len(starts) >= count:
+        # `count` strides have a value not below the count-th largest of their maxima, so nothing below it leads.
+        maxima = np.maximum.reduceat(values, starts)
+        candidates = np.flatnonzero(values >= np.partition(maxima, -count)[-count])
+    found = values[candidates]
+    leading: Ids = candidates[found >= np.partition(found, -count)[-count]]
+    return leading
+
+
 def _nucleus(weights: Doubles, top_p: float) -> Ids:
     """Indices kept by top-p: those with less than `top_p` of the mass before them, heaviest first; at least one.
 
     The lightest ids whose mass stays within 1 - top_p go, as in transformers; among equals the lowest index is kept.
-    Whatever weighs at most (1 - top_p) / V of the mass is certainly among those that go, so only the rest is sorted.
     """
     total = weights.sum()
-    heavy = np.flatnonzero(weights > (1.0 - top_p) * total / len(weights))
-    if len(heavy) == 0:  # all equal and top_p = 0, or rounding
-        return np.array([weights.argmax()])
+    heavy = _heavy(weights, top_p, total)
     order = heavy[np.argsort(-weights[heavy], kind="stable")]
     before = np.concatenate(([0.0], weights[order].cumsum()[:-1]))
     count = max(1, int(before.searchsorted(top_p * total, side="left")))
     return np.sort(order[:count])
+
+
+def _heavy(weights: Doubles, top_p: float, total: float) -> Ids:
+    """Ascending indices that include the nucleus, few of them where a few weights have most of the mass.
+
+    Right are all cuts above which `top_p` of the mass lies, and the last one: what weighs at most (1 - top_p) / V of
+    the mass certainly goes.
+    """
+    for cut in (1e-1, 1e-2, 1e-3):
+        heavy = np.flatnonzero(weights > cut)
+        if weights[heavy].sum() >= top_p * total:
+            return heavy
+    heavy = np.flatnonzero(weights > (1.0 - top_p) * total / len(weights))
+    return heavy if len(heavy) else np.array([weights.argmax()])  # all equal, and rounding
 
 
 def raw_logprobs(row: Floats, token: int, count: int) -> Logprob:
@@ -158,5 +187,5 @@ def raw_logprobs(row: Floats, token: int, count: int) -> Logprob:
 def _best(values: Doubles, count: int) -> Ids:
     if count == 0:
         return np.zeros(0, np.int64)
-    ids = np.flatnonzero(values >= np.partition(values, -count)[-count])
+    ids = _leaders(values, count)
     return ids[np.argsort(-values[ids], kind="stable")][:count]
