@@ -4,12 +4,24 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass
+from importlib import metadata
 from typing import Final
 
 Rng = random.Random
 
 # The operating system's source: identities must not repeat across processes that start together.
 SYSTEM_RNG: Final = random.SystemRandom()
+
+
+def _build() -> str:
+    try:
+        return metadata.version("trunkline")
+    except metadata.PackageNotFoundError:
+        return "unpackaged"
+
+
+BUILD: Final = _build()
+"""The release this process runs, as peers and operators see it."""
 
 
 @dataclass(frozen=True)

@@ -10,30 +10,20 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Coroutine, Iterable, Mapping
-from importlib import metadata
-from typing import Any, Final
+from typing import Any
 
 import grpc
 import uvloop
 
 from shared.clock import SYSTEM_CLOCK, Clock
 from shared.errors import StartError
+from shared.ids import BUILD as BUILD
 from shared.ids import Identity, incarnation_text
 from shared.ports import PortTaken as PortTaken
 from shared.ports import bind as bind
 from shared.ports import listen as listen
 from shared.wire import PROTOCOL_TEXT
 from trunkline.admin.v1 import admin_pb2, admin_pb2_grpc
-
-
-def _build() -> str:
-    try:
-        return metadata.version("trunkline")
-    except metadata.PackageNotFoundError:
-        return "unpackaged"
-
-
-BUILD: Final = _build()
 
 
 class Lifecycle:

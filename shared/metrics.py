@@ -20,9 +20,10 @@ TOKEN_BUCKETS: Final = tuple(4.0**i for i in range(14))
 
 
 def gen_ai(name: str, help_: str, buckets: tuple[float, ...], labels: tuple[str, ...] = ()) -> Histogram:
-    """A histogram of the GenAI conventions: `gen_ai.server.request.duration` in s becomes
-    `gen_ai_server_request_duration_seconds`."""
-    return Histogram(name.replace(".", "_"), help_, labels, buckets=buckets)
+    """A histogram of the GenAI conventions under its Prometheus name: `gen_ai.server.request.duration` becomes
+    `gen_ai_server_request_duration_seconds`; only token counts have no unit. Once per process and name."""
+    unit = "" if name.endswith(".token.usage") else "seconds"
+    return Histogram(name.replace(".", "_"), help_, labels, buckets=buckets, unit=unit)
 
 
 def exposition() -> bytes:

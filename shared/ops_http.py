@@ -20,6 +20,7 @@ from shared import metrics
 from shared.lifecycle import Lifecycle
 from shared.ports import address_of, listen
 
+_GRACE_S: Final = 5
 _STOP_S: Final = 2.0
 
 
@@ -46,7 +47,9 @@ class HttpServer:
         """Raises PortTaken."""
         self._socket = listen(address)
         self.address = address_of(self._socket)
-        config = uvicorn.Config(app, log_config=None, access_log=False, lifespan="off", timeout_graceful_shutdown=5)
+        config = uvicorn.Config(
+            app, log_config=None, access_log=False, lifespan="off", timeout_graceful_shutdown=_GRACE_S
+        )
         self._server = _Server(config)
         self._task: asyncio.Task[None] | None = None
 
@@ -58,9 +61,11 @@ class HttpServer:
         """Take no more connections and finish what is answered, for a bounded time."""
         self._server.should_exit = True
         if self._task is not None:
-            done, _ = await asyncio.wait([self._task], timeout=5 + _STOP_S)
+            done, _ = await asyncio.wait([self._task], timeout=_GRACE_S + _STOP_S)
             if not done:
                 self._task.cancel()
+                await asyncio.wait([self._task], timeout=_STOP_S)
+        self._socket.close()
 
 
 class _Server(uvicorn.Server):

@@ -29,7 +29,13 @@ def _script(name: str) -> Script:
 
 _REGISTER: Final = _script("register")
 _LIST: Final = _script("peers")
-_REMOVE: Final = Script("redis.call('DEL', KEYS[1]) redis.call('ZREM', KEYS[2], ARGV[1]) return 1")
+# A successor under the same id stays: only the entry of this incarnation goes.
+_REMOVE: Final = Script("""
+if redis.call('HGET', KEYS[1], 'incarnation') ~= ARGV[2] then return 0 end
+redis.call('DEL', KEYS[1])
+redis.call('ZREM', KEYS[2], ARGV[1])
+return 1
+""")
 
 
 @dataclass(frozen=True)
@@ -50,12 +56,17 @@ class Registration:
         self._store = store
         self._role, self._id = identity.role, identity.id
         self._fields = {"id": identity.id, "incarnation": incarnation_text(identity.incarnation), **fields}
+        self._due = asyncio.Event()
+        store.on_birth_change(self._due.set)
 
     async def run(self) -> None:
-        """Refresh until cancelled."""
+        """Refresh until cancelled; at once where the store came back empty."""
         while True:
+            self._due.clear()
             await self.refresh()
-            await asyncio.sleep(REFRESH_S)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(REFRESH_S):
+                    await self._due.wait()
 
     async def refresh(self) -> None:
         """Write the entry now; without a store it is written when it is back."""
@@ -73,7 +84,7 @@ class Registration:
     async def close(self) -> None:
         """Leave the list."""
         with suppress(StateAway):  # the entry ends by itself
-            await self._store.run(_REMOVE, self._keys, [self._id])
+            await self._store.run(_REMOVE, self._keys, [self._id, self._fields["incarnation"]])
 
     @property
     def _keys(self) -> list[str]:
@@ -88,7 +99,10 @@ class Peers:
         self._role = role
         self._static = {address: PeerInfo(address, address) for address in static}
         self._found: dict[str, PeerInfo] = {}
+        self._doubt = 0  # looks for which entries that are missing may only not have registered again yet
         self._change = asyncio.Event()
+        if store is not None:
+            store.on_birth_change(self._begin_doubt)
 
     async def run(self) -> None:
         """Look until cancelled."""
@@ -103,12 +117,20 @@ class Peers:
         try:
             rows = await self._store.run(_LIST, [keys.peers(self._role)], [MAX_PEERS, keys.peer(self._role, "")])
         except StateAway:
-            return  # the last known ones stay
+            self._begin_doubt()  # the last known ones stay
+            return
         found = {info.id: info for info in map(_info, rows) if info is not None}
+        if self._doubt:
+            self._doubt -= 1
+            found = self._found | found
         if found != self._found:
             self._found = found
             change, self._change = self._change, asyncio.Event()
             change.set()
+
+    def _begin_doubt(self) -> None:
+        """The store was away or came back empty: for the life of an entry, absence in it says nothing."""
+        self._doubt = round(TTL_MS / 1000 / LOOK_S)
 
     async def changed(self) -> None:
         """Return at the next change."""

@@ -7,7 +7,7 @@ attempt, rank of state), and a terminal state never changes; whoever writes late
 from __future__ import annotations
 
 import importlib.resources
-from typing import Final
+from typing import Any, Final
 
 from shared import keys
 from shared.state import Script, Store
@@ -15,10 +15,14 @@ from trunkline.common.v1 import common_pb2
 
 ENDED_TTL_S: Final = 3600
 LIVE_TTL_S: Final = 24 * 3600
-MAX_LIVE: Final = 20_000  # records remembered for a store that comes back empty; the oldest go first
+MAX_LIVE: Final = 5_000  # remembered for a store that comes back empty: with aliases they fill its queue of writes
 
 _TRANSITION: Final = Script(importlib.resources.files("shared").joinpath("scripts/transition.lua").read_text())
 _ALIAS: Final = Script("redis.call('SET', KEYS[1], ARGV[1], 'EX', ARGV[2]) return 1")
+# The alias may name a later request by now, whose life is its own.
+_ALIAS_END: Final = Script(
+    "return redis.call('GET', KEYS[1]) == ARGV[1] and redis.call('EXPIRE', KEYS[1], ARGV[2]) or 0"
+)
 _STATES: Final = {
     common_pb2.REQUEST_STATE_QUEUED: "QUEUED",
     common_pb2.REQUEST_STATE_RUNNING: "RUNNING",
@@ -41,18 +45,15 @@ class Records:
     def __init__(self, store: Store) -> None:
         self._store = store
         self._live: dict[str, tuple[common_pb2.RequestRecord, str]] = {}
+        self._aliases: dict[str, str] = {}  # key by request id, of live requests
         store.on_birth_change(self._write_live)
 
     def write(self, record: common_pb2.RequestRecord, *, incarnation: str) -> None:
         """Write the record soon, unless a later one is there. `incarnation`: the owner's, 16 hexadecimal digits."""
         if terminal(record.state):
-            self._live.pop(record.request_id, None)
+            self._forget(record.request_id)
         else:
-            if len(self._live) >= MAX_LIVE and record.request_id not in self._live:
-                del self._live[next(iter(self._live))]
-            kept = common_pb2.RequestRecord()
-            kept.CopyFrom(record)
-            self._live[record.request_id] = (kept, incarnation)
+            self._remember(record, incarnation)
         self._put(record, incarnation)
 
     async def get(self, request_id: str) -> common_pb2.RequestRecord | None:
@@ -61,12 +62,26 @@ class Records:
         return _record(request_id, fields) if fields else None
 
     def write_alias(self, tenant: str, client_id: str, request_id: str) -> None:
-        """Let a client's own id stand for a request, soon."""
-        self._store.write_behind(_ALIAS, [keys.alias(tenant, client_id)], [request_id, LIVE_TTL_S])
+        """Let a client's own id stand for a request, soon; before the record that ends the request."""
+        _make_room(self._aliases, request_id)
+        self._aliases[request_id] = keys.alias(tenant, client_id)
+        self._store.write_behind(_ALIAS, [self._aliases[request_id]], [request_id, LIVE_TTL_S])
 
     async def alias(self, tenant: str, client_id: str) -> str | None:
         """The request id behind a client's own id. Raises StateAway."""
         return await self._store.get(keys.alias(tenant, client_id))
+
+    def _remember(self, record: common_pb2.RequestRecord, incarnation: str) -> None:
+        _make_room(self._live, record.request_id)
+        kept = common_pb2.RequestRecord()
+        kept.CopyFrom(record)
+        self._live[record.request_id] = (kept, incarnation)
+
+    def _forget(self, request_id: str) -> None:
+        self._live.pop(request_id, None)
+        alias = self._aliases.pop(request_id, None)
+        if alias is not None:
+            self._store.write_behind(_ALIAS_END, [alias], [request_id, ENDED_TTL_S])
 
     def _put(self, record: common_pb2.RequestRecord, incarnation: str) -> None:
         ended = terminal(record.state)
@@ -94,6 +109,13 @@ class Records:
     def _write_live(self) -> None:
         for record, incarnation in self._live.values():
             self._put(record, incarnation)
+        for request_id, alias in self._aliases.items():
+            self._store.write_behind(_ALIAS, [alias], [request_id, LIVE_TTL_S])
+
+
+def _make_room(remembered: dict[str, Any], request_id: str) -> None:
+    if len(remembered) >= MAX_LIVE and request_id not in remembered:
+        del remembered[next(iter(remembered))]
 
 
 def _record(request_id: str, fields: dict[str, str]) -> common_pb2.RequestRecord:

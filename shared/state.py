@@ -8,7 +8,6 @@ back.
 from __future__ import annotations
 
 import asyncio
-import builtins
 import contextlib
 import hashlib
 import logging
@@ -18,7 +17,7 @@ from typing import Any, Final, TypeVar
 
 import redis.asyncio
 from prometheus_client import Counter, Gauge
-from redis.exceptions import BusyLoadingError, ConnectionError, NoScriptError, ReadOnlyError, TimeoutError
+from redis import exceptions
 
 from shared import keys
 from shared.clock import Clock
@@ -31,10 +30,19 @@ MAX_CONNECTIONS: Final = 16
 MAX_BEHIND: Final = 10_000
 PIPELINE: Final = 256
 
-_AWAY: Final = (ConnectionError, TimeoutError, BusyLoadingError, ReadOnlyError, OSError, asyncio.TimeoutError)
+# What means "not now": unreachable, silent, still loading, demoted to a replica, out of memory.
+_AWAY: Final = (
+    exceptions.ConnectionError,
+    exceptions.TimeoutError,
+    exceptions.ReadOnlyError,
+    exceptions.OutOfMemoryError,
+    OSError,
+    TimeoutError,
+)
 _T = TypeVar("_T")
 _log = logging.getLogger("trunkline.state")
 _dropped = Counter("trunkline_state_writes_dropped_total", "Writes given up because the queue was full.")
+_refused = Counter("trunkline_state_writes_refused_total", "Writes that the state store refused for good.")
 _available = Gauge("trunkline_state_available", "1 while the state store answers.")
 
 
@@ -70,7 +78,7 @@ class Store:
             decode_responses=True,
             socket_timeout=TIMEOUT_S,
             socket_connect_timeout=TIMEOUT_S,
-            max_connections=MAX_CONNECTIONS,
+            max_connections=MAX_CONNECTIONS + 3,  # beside the gate: the probe, and the writer with its pipeline
             retry=None,
         )
         self._gate = asyncio.Semaphore(MAX_CONNECTIONS)
@@ -84,11 +92,13 @@ class Store:
     async def start(self) -> None:
         """Look for the store once, then keep probing and writing in the background. Its absence is no error."""
         await self._probe()
+        if not self.available:
+            _log.warning("the state store is away; going on without it")
         self._tasks = [asyncio.create_task(self._keep_probing()), asyncio.create_task(self._keep_writing())]
 
     async def close(self) -> None:
         """Write what waits (at most a second), then close."""
-        with contextlib.suppress(builtins.TimeoutError):
+        with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(TIMEOUT_S):
                 await self._idle.wait()
         if self._behind:
@@ -131,8 +141,11 @@ class Store:
         if not self.available:
             raise StateAway
         try:
-            async with self._gate, asyncio.timeout(2 * TIMEOUT_S):
-                return await call()
+            async with self._gate:
+                if not self.available:  # it went while this call waited for its turn
+                    raise StateAway
+                async with asyncio.timeout(2 * TIMEOUT_S):
+                    return await call()
         except _AWAY as exc:
             self._mark(False, exc)
             raise StateAway from exc
@@ -140,7 +153,7 @@ class Store:
     async def _evaluate(self, script: Script, keys_: Sequence[str], args: Sequence[str | int | float | bytes]) -> Any:
         try:
             return await self._redis.evalsha(script.sha, len(keys_), *keys_, *args)
-        except NoScriptError:
+        except exceptions.NoScriptError:
             return await self._redis.eval(script.text, len(keys_), *keys_, *args)
 
     async def _keep_probing(self) -> None:
@@ -152,20 +165,31 @@ class Store:
         """Is it there, and is it the data set we know?"""
         try:
             async with asyncio.timeout(TIMEOUT_S):
-                mine = incarnation_text(new_incarnation(self._rng))
-                birth = await self._redis.get(keys.birth())
-                if birth is None:
-                    await self._redis.set(keys.birth(), mine, nx=True)
-                    birth = await self._redis.get(keys.birth())
-        except _AWAY as exc:
+                birth = await self._read_birth()
+        except (*_AWAY, exceptions.RedisError) as exc:  # whatever the probe gets is no answer to rely on
             self._mark(False, exc)
             return
-        changed, self.birth = bool(self.birth) and birth != self.birth, birth or self.birth
+        changed, self.birth = bool(self.birth) and birth != self.birth, birth
         if changed:
-            _log.warning("the state store came back empty")
-            for callback in self._on_birth:
-                callback()
+            self._tell_birth_change()
         self._mark(True, None)
+
+    async def _read_birth(self) -> str:
+        birth = await self._redis.get(keys.birth())
+        if birth is None:
+            mine = incarnation_text(new_incarnation(self._rng))
+            await self._redis.set(keys.birth(), mine, nx=True)
+            birth = await self._redis.get(keys.birth())
+        return str(birth)
+
+    def _tell_birth_change(self) -> None:
+        _log.warning("the state store came back empty")
+        for callback in self._on_birth:
+            try:
+                callback()
+            except Exception:
+                # One part's fault must not end the probing that all parts live on.
+                _log.exception("a part failed to take up the empty state store")
 
     def _mark(self, available: bool, why: BaseException | None) -> None:
         if available != self.available:
@@ -188,12 +212,15 @@ class Store:
         writes = [self._behind.popleft() for _ in range(min(PIPELINE, len(self._behind)))]
         try:
             answers = await self._pipelined(writes)
-        except _AWAY as exc:
+        except BaseException as exc:
             self._behind.extendleft(reversed(writes))
+            if not isinstance(exc, (*_AWAY, exceptions.NoScriptError)):
+                raise
             self._mark(False, exc)
             return
         for answer in answers:
             if isinstance(answer, Exception):
+                _refused.inc()
                 _log.error("the state store refused a write: %s", answer)
 
     async def _pipelined(self, writes: Sequence[_Write]) -> list[Any]:
@@ -203,7 +230,7 @@ class Store:
                 pipe.evalsha(script.sha, len(keys_), *keys_, *args)
             answers = await pipe.execute(raise_on_error=False)
         for answer in answers:
-            if isinstance(answer, _AWAY):
+            if isinstance(answer, (*_AWAY, exceptions.NoScriptError)):  # it restarted between loading and running
                 raise answer
         return list(answers)
 

@@ -1,11 +1,13 @@
 """Traces: one per request over every hop.
 
 The one rule: no prompt text and no token ids in names, attributes or events. Exporting runs on threads of its own,
-behind bounded queues: a span costs the loop microseconds and never waits.
+behind bounded queues: a span costs the loop microseconds and never waits; what cannot be exported is counted and lost.
 """
 
 from __future__ import annotations
 
+import threading
+from collections import deque
 from collections.abc import Sequence
 from typing import Any, Final
 
@@ -15,17 +17,24 @@ from opentelemetry import trace
 from opentelemetry.context import Context
 from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
 from opentelemetry.sdk.resources import Resource
-from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
-from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, SpanExportResult
+from opentelemetry.sdk.trace import ReadableSpan, SpanProcessor, TracerProvider
+from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
+from opentelemetry.sdk.trace.id_generator import IdGenerator
 from opentelemetry.sdk.trace.sampling import ParentBased, TraceIdRatioBased
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+from prometheus_client import Counter
 
 from shared import keys
 from shared.config import TracingConfig
-from shared.ids import Identity
+from shared.ids import BUILD, SYSTEM_RNG, Identity, Rng
 
 TRACE_TTL_S: Final = 3600
 MAX_SPANS: Final = 4000
+MAX_WAITING: Final = 8192  # spans that wait to be exported, per exporter
+BATCH: Final = 512
+EXPORT_EVERY_S: Final = 0.2
+EXPORT_TIMEOUT_S: Final = 2.0
+_lost: Final = Counter("trunkline_spans_lost_total", "Spans that could not be exported.", ["to"])
 _W3C: Final = TraceContextTextMapPropagator()
 
 
@@ -57,25 +66,91 @@ class Tracing:
         self._provider = provider
 
     def shutdown(self) -> None:
-        """Export what is left, for at most a few seconds."""
+        """Export what is left, for at most 2 s per exporter; blocks, so call it when the loop has ended."""
         self._provider.shutdown()
 
 
-def setup(config: TracingConfig, identity: Identity, store_url: str | None) -> Tracing:
+def setup(config: TracingConfig, identity: Identity, store_url: str | None, *, rng: Rng = SYSTEM_RNG) -> Tracing:
     """The process's tracing. `store_url`: the state store, for `redis_spans`."""
     resource = Resource.create(
-        {"service.name": f"trunkline-{identity.role}", "service.instance.id": identity.id, "service.version": "1"}
+        {"service.name": f"trunkline-{identity.role}", "service.instance.id": identity.id, "service.version": BUILD}
     )
-    provider = TracerProvider(resource=resource, sampler=ParentBased(TraceIdRatioBased(config.sample_ratio)))
+    provider = TracerProvider(
+        resource=resource,
+        sampler=ParentBased(TraceIdRatioBased(config.sample_ratio)),
+        id_generator=_Ids(rng),
+        shutdown_on_exit=False,
+    )
     if config.otlp_endpoint:
-        provider.add_span_processor(_batched(OTLPSpanExporter(endpoint=config.otlp_endpoint, insecure=True)))
+        exporter = OTLPSpanExporter(endpoint=config.otlp_endpoint, insecure=True, timeout=EXPORT_TIMEOUT_S)
+        provider.add_span_processor(Exporting(exporter, "otlp"))
     if config.redis_spans and store_url:
-        provider.add_span_processor(_batched(StoreSpanExporter(store_url)))
+        provider.add_span_processor(Exporting(StoreSpanExporter(store_url), "store"))
     return Tracing(provider)
 
 
-def _batched(exporter: SpanExporter) -> BatchSpanProcessor:
-    return BatchSpanProcessor(exporter, max_queue_size=8192, schedule_delay_millis=200, max_export_batch_size=512)
+class _Ids(IdGenerator):
+    """Ids from a random source that is an argument."""
+
+    def __init__(self, rng: Rng) -> None:
+        self._rng = rng
+
+    def generate_span_id(self) -> int:
+        return self._rng.getrandbits(64) or 1
+
+    def generate_trace_id(self) -> int:
+        return self._rng.getrandbits(128) or 1
+
+    def is_trace_id_random(self) -> bool:
+        return True
+
+
+class Exporting(SpanProcessor):
+    """Hands ended spans to an exporter from a thread of its own.
+
+    Beside the SDK's own batching processor this one ends in bounded time with a collector that does not answer, counts
+    what is lost instead of logging a line a span, and has nothing to do with forks.
+    """
+
+    def __init__(self, exporter: SpanExporter, to: str) -> None:
+        self._exporter = exporter
+        self._to = to
+        self._waiting: deque[ReadableSpan] = deque()
+        self._ending = threading.Event()
+        self._thread = threading.Thread(target=self._run, name=f"spans-{to}", daemon=True)
+        self._thread.start()
+
+    def on_end(self, span: ReadableSpan) -> None:
+        """Take a span to be exported; past the bound it is lost."""
+        if span.context is None or not span.context.trace_flags.sampled:
+            return
+        if self._ending.is_set() or len(self._waiting) >= MAX_WAITING:
+            _lost.labels(self._to).inc()
+            return
+        self._waiting.append(span)
+
+    def shutdown(self) -> None:
+        """Export what waits, for at most EXPORT_TIMEOUT_S."""
+        self._ending.set()
+        self._thread.join(EXPORT_TIMEOUT_S)
+        _lost.labels(self._to).inc(len(self._waiting))
+        self._waiting.clear()
+        self._exporter.shutdown()
+
+    def force_flush(self, timeout_millis: int = 30_000) -> bool:
+        """Not offered: spans leave by themselves within EXPORT_EVERY_S."""
+        return False
+
+    def _run(self) -> None:
+        while not self._ending.wait(EXPORT_EVERY_S):
+            self._drain()
+        self._drain()
+
+    def _drain(self) -> None:
+        while self._waiting:
+            batch = [self._waiting.popleft() for _ in range(min(BATCH, len(self._waiting)))]
+            if self._exporter.export(batch) is not SpanExportResult.SUCCESS:
+                _lost.labels(self._to).inc(len(batch))
 
 
 class StoreSpanExporter(SpanExporter):
