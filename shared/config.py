@@ -11,7 +11,8 @@ import os
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Final, TypeVar, get_args, get_origin, get_type_hints
+from types import UnionType
+from typing import Any, Final, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import msgspec
 import yaml
@@ -98,30 +99,35 @@ def _yaml_problem(exc: yaml.YAMLError) -> str:
 def _unknown_keys(data: object, type_: Any, place: str) -> Iterator[tuple[str, object, list[str]]]:
     """(place, key, known keys) of each key that no Struct field takes."""
     if isinstance(data, Mapping):
-        struct = _struct_in(type_)
-        if struct is None:
-            value_type = get_args(type_)[1] if get_origin(type_) is dict else object
-            fields: dict[str, Any] = {str(key): value_type for key in data}
-        else:
-            hints = get_type_hints(struct)
-            fields = {f.encode_name: hints[f.name] for f in msgspec.structs.fields(struct)}
+        fields = _fields(type_)
         for key, value in data.items():
-            if key not in fields and struct is not None:
+            if fields is not None and key not in fields:
                 yield place, key, list(fields)
             else:
-                yield from _unknown_keys(value, fields.get(str(key), object), f"{place}{key}.")
+                value_type = fields[key] if fields is not None else _item_type(type_)
+                yield from _unknown_keys(value, value_type, f"{place}{key}.")
     elif isinstance(data, list):
-        item_type = next(iter(get_args(type_)), object)
         for i, item in enumerate(data):
-            yield from _unknown_keys(item, item_type, f"{place.removesuffix('.')}[{i}].")
+            yield from _unknown_keys(item, _item_type(type_), f"{place.removesuffix('.')}[{i}].")
 
 
-def _struct_in(type_: Any) -> type[msgspec.Struct] | None:
-    """`type_`, or the one Struct among the members of a union."""
-    for candidate in (type_, *get_args(type_)):
-        if isinstance(candidate, type) and issubclass(candidate, msgspec.Struct):
-            return candidate
+def _members(type_: Any) -> tuple[Any, ...]:
+    """The types of a union, or the one type."""
+    return get_args(type_) if get_origin(type_) in (Union, UnionType) else (type_,)
+
+
+def _fields(type_: Any) -> dict[str, Any] | None:
+    """Types of the fields by name, if `type_` is or holds a Struct; None where any key goes."""
+    for member in _members(type_):
+        if isinstance(member, type) and issubclass(member, msgspec.Struct):
+            hints = get_type_hints(member)
+            return {field.encode_name: hints[field.name] for field in msgspec.structs.fields(member)}
     return None
+
+
+def _item_type(type_: Any) -> Any:
+    """Type of a container's values."""
+    return next((get_args(member)[-1] for member in _members(type_) if get_args(member)), object)
 
 
 def _nearest(key: str, known: list[str]) -> str:
