@@ -7,7 +7,7 @@ has ended it ends DONE, whatever becomes of its worker.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Protocol
@@ -16,7 +16,6 @@ from opentelemetry.trace import Span
 
 from gateway.receipt import AttemptStages
 from gateway.transcript import Fit, Run, Stop
-from shared.clock import Clock
 from shared.errors import Reason, TrunklineError
 from shared.wire import Stamp
 from trunkline.worker.v1 import worker_pb2
@@ -103,7 +102,7 @@ class Attempt:
         work: Work,
         stages: AttemptStages,
         span: Span,
-        clock: Clock,
+        on_bound: Callable[[Attempt], None],
     ) -> None:
         self.request_id = request_id
         self.stamp = stamp
@@ -114,21 +113,12 @@ class Attempt:
         self.handle: int | None = None
         self.ended: asyncio.Future[End] = asyncio.get_running_loop().create_future()
         self.freed = asyncio.Event()
-        self._bound = asyncio.Event()
+        self.bound = False  # a worker has opened it
         self._span = span
-        self._clock = clock
+        self._on_bound = on_bound
         self._stops_told = 0
         self._resynced = False
         self._farewell: asyncio.TimerHandle | None = None
-
-    @property
-    def bound(self) -> bool:
-        """A worker has opened it."""
-        return self._bound.is_set()
-
-    async def wait_bound(self) -> None:
-        """Return once a worker has opened it."""
-        await self._bound.wait()
 
     def opened(self, seat: Seat, handle: int) -> bool:
         """A stream opened this (e, a). False if that is not where it is bound: the stream must be answered Cancel."""
@@ -138,10 +128,11 @@ class Attempt:
         self._stops_told = 0
         self._tell_stops()
         if not self.bound:
+            self.bound = True
             self.stages.worker = seat.worker_id
-            self._bound.set()
-            self._span.set_attribute("trunkline.worker", seat.worker_id)
+            self._span.set_attribute("trunkline.worker.id", seat.worker_id)
             self._span.add_event("opened")
+            self._on_bound(self)
         return True
 
     def run(self, run: Run, now: float) -> None:

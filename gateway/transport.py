@@ -7,7 +7,7 @@ that cannot be reached, or breaks off without saying why, raises `PeerLost`: wha
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from typing import Any, Final, Protocol, cast
 
 import grpc
@@ -58,11 +58,11 @@ class Transport(Protocol):
 
     def watch_models(
         self, address: str, request: router_pb2.WatchModelsRequest
-    ) -> AsyncIterator[router_pb2.WatchModelsResponse]:
+    ) -> AsyncGenerator[router_pb2.WatchModelsResponse]:
         """RouterService.WatchModels. Close the iterator to end it."""
         ...
 
-    def asset(self, address: str, sha256: str) -> AsyncIterator[router_pb2.GetAssetResponse]:
+    def asset(self, address: str, sha256: str) -> AsyncGenerator[router_pb2.GetAssetResponse]:
         """RouterService.GetAsset. Close the iterator to end it."""
         ...
 
@@ -114,11 +114,11 @@ class GrpcTransport:
 
     def watch_models(
         self, address: str, request: router_pb2.WatchModelsRequest
-    ) -> AsyncIterator[router_pb2.WatchModelsResponse]:
+    ) -> AsyncGenerator[router_pb2.WatchModelsResponse]:
         """RouterService.WatchModels."""
         return _messages(router_pb2_grpc.RouterServiceStub(self._channels.get(address)).WatchModels(request))
 
-    def asset(self, address: str, sha256: str) -> AsyncIterator[router_pb2.GetAssetResponse]:
+    def asset(self, address: str, sha256: str) -> AsyncGenerator[router_pb2.GetAssetResponse]:
         """RouterService.GetAsset."""
         stub = router_pb2_grpc.RouterServiceStub(self._channels.get(address))
         return _messages(stub.GetAsset(router_pb2.GetAssetRequest(sha256=sha256)))
@@ -145,7 +145,7 @@ async def _unary(call: Any) -> Any:
         raise failure(exc) from exc
 
 
-async def _messages(call: Any) -> AsyncIterator[Any]:
+async def _messages(call: Any) -> AsyncGenerator[Any]:
     try:
         async for message in call:
             yield message
