@@ -7,7 +7,7 @@ replica (so that it is refused as unavailable, not as unknown) until they are fo
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from typing import Final
 
 from router.fleet import READY, Fleet
@@ -31,7 +31,7 @@ class Catalog:
         self._change = asyncio.Event()
         fleet.observe(self._fleet_changed)
 
-    async def watch(self) -> AsyncIterator[router_pb2.WatchModelsResponse]:
+    async def watch(self) -> AsyncGenerator[router_pb2.WatchModelsResponse]:
         """The list now, then again at every change, with heartbeats in between. Without end."""
         while True:
             change = self._change

@@ -1,7 +1,8 @@
 """Finds workers and keeps one Watch stream to each.
 
 Owns the streams. The one rule: registrations and the configuration only say where to connect; whether a worker lives
-and what it serves comes from its own stream. A worker is forgotten once nobody names it and it has not lived for a while.
+and what it serves comes from its own stream. A worker is forgotten a while after nobody names it and it
+lives no more.
 """
 
 from __future__ import annotations

@@ -134,8 +134,7 @@ class Dispatcher:
             async with asyncio.timeout(grace_s):
                 await self._idle.wait()
         except TimeoutError:
-            for item in self._waiting():
-                self._queue.discard(item)
+            for item in list(self._waiting()):
                 self._fail(item, refusals.draining())
 
     def _joined(self, request: router_pb2.SubmitRequest) -> Submission | None:
@@ -152,9 +151,8 @@ class Dispatcher:
             raise refusals.fenced(item.stamp)
         item.waiters = 0
         if item.queued:
-            self._queue.discard(item)
             self._fail(item, refusals.fenced(stamp))
-        else:
+        else:  # it ends when the worker has answered
             item.fail(refusals.fenced(stamp))
         return None
 
@@ -167,34 +165,34 @@ class Dispatcher:
             ttl_s=self._config.ttl_ms / 1000,
             output_weight=self._config.output_weight,
         )
+        self._metrics.submitted.inc()
+        if (refusal := self._refusal(item)) is not None:
+            item.fail(refusal)
+            self._metrics.ended.labels(refusal.reason.value).inc()
+            raise refusal
         self._open += 1
         self._idle.clear()
-        self._metrics.submitted.inc()
         self._pending[item.id] = item
-        error = self._enqueued(item)
-        if error is not None:
+        self._queue.put(item)
+        if (error := self._hopeless(item)) is not None:
             self._fail(item, error)
             raise error
-        loop = asyncio.get_running_loop()
-        item.timer = loop.call_later(item.expires - item.arrived, self._time_passed, item)
+        item.timer = asyncio.get_running_loop().call_later(item.expires - item.arrived, self._time_passed, item)
         self._wake.set()
         return item
 
-    def _enqueued(self, item: Submission) -> TrunklineError | None:
-        """Puts a new submission into the queue, unless it need not wait there."""
+    def _refusal(self, item: Submission) -> TrunklineError | None:
+        """Why it does not come into the queue."""
         if self._draining:
             return refusals.draining()
-        if not self._queue.has_room(item):
-            return refusals.queue_full(item.tenant, self._retry_s())
-        self._queue.put(item)
+        return None if self._queue.has_room(item) else refusals.queue_full(item.tenant, self._retry_s())
+
+    def _hopeless(self, item: Submission) -> TrunklineError | None:
+        """Why a new submission need not wait in the queue."""
         wait_s = self._queue.wait_s(item)
-        longest_s = self._config.would_miss_margin * (item.ends - item.arrived)
-        error = self._stranded(item)
-        if error is None and wait_s is not None and wait_s > longest_s:
-            error = refusals.would_miss(wait_s)
-        if error is not None:
-            self._queue.discard(item)
-        return error
+        if wait_s is not None and wait_s > self._config.would_miss_margin * (item.ends - item.arrived):
+            return refusals.would_miss(wait_s)
+        return self._stranded(item)
 
     def _retry_s(self) -> float:
         """When half of the queue will have drained, spread so that those refused do not return together."""
@@ -310,7 +308,6 @@ class Dispatcher:
                 self._unknown(item, worker, incarnation)
 
     def _admitted(self, item: Submission, worker: Worker, incarnation: int) -> None:
-        self._queue.served(item.lane)
         item.holder = worker.address
         if not item.waiters:
             self._cancel(item)
@@ -339,15 +336,14 @@ class Dispatcher:
     def _put_back(self, item: Submission, outcome: str) -> None:
         """Definitely not held: to where it stood in the queue, unless nobody waits or it need not wait there."""
         self._metrics.returned.labels(outcome).inc()
+        self._queue.put_back(item)
+        item.returned(outcome)
         if not item.waiters:
             self._abandon(item)
-            return
-        item.returned(outcome)
-        error = refusals.expired() if self._clock.monotonic() >= item.expires else self._stranded(item)
-        if error is not None:
+        elif self._clock.monotonic() >= item.expires:
+            self._fail(item, refusals.expired())
+        elif (error := self._stranded(item)) is not None:
             self._fail(item, error)
-            return
-        self._queue.put_back(item)
         self._wake.set()
 
     def _stranded(self, item: Submission) -> TrunklineError | None:
@@ -369,9 +365,7 @@ class Dispatcher:
 
     def _refuse_stranded(self) -> None:
         for item in list(self._waiting()):
-            error = self._stranded(item)
-            if error is not None:
-                self._queue.discard(item)
+            if (error := self._stranded(item)) is not None:
                 self._fail(item, error)
 
     def _waiting(self) -> Iterator[Submission]:
@@ -380,7 +374,6 @@ class Dispatcher:
 
     def _time_passed(self, item: Submission) -> None:
         if item.queued and not item.answer.done():
-            self._queue.discard(item)
             self._fail(item, refusals.expired())
 
     def _left(self, item: Submission) -> None:
@@ -388,7 +381,6 @@ class Dispatcher:
         if item.answer.done():
             self._cancel(item)
         elif item.queued:
-            self._queue.discard(item)
             self._abandon(item)
 
     def _cancel(self, item: Submission) -> None:
@@ -417,6 +409,10 @@ class Dispatcher:
 
     def _ended(self, item: Submission, outcome: str) -> None:
         self._metrics.ended.labels(outcome).inc()
+        if item.queued:
+            self._queue.discard(item)
+        else:
+            self._queue.settled(item, served=bool(item.holder))
         if item.timer is not None:
             item.timer.cancel()
         if self._pending.get(item.id) is item:

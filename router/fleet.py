@@ -7,8 +7,8 @@ and then exactly one of `answered`, `unwritten`, `unknown`.
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from router.policy import Candidate, Lane, Need, Policy
@@ -22,6 +22,7 @@ MAX_UNSEEN = 1024  # batches a worker may leave out of its reports before it get
 FORGET_UNKNOWN_S = 1.0  # a batch of unknown outcome is counted by any report that comes this long after the failure
 READY = frozenset({"", "busy", "refused", "unseen"})  # states in which a worker counts as a ready replica
 SERVING = READY | {"suspect", "stale"}  # states worth waiting for
+STATES = ("ready", "suspect", "stale", "draining", "stalled", "lost", "starting")  # as they are counted
 NO_LOAD = common_pb2.Load()
 
 
@@ -207,6 +208,10 @@ class Fleet:
     def workers(self) -> Iterable[Worker]:
         return self._workers.values()
 
+    def states(self) -> Mapping[str, int]:
+        """How many workers are in which state; those that may be sent work are "ready"."""
+        return Counter("ready" if worker.state in READY else worker.state for worker in self._workers.values())
+
     def add(self, address: str) -> Worker:
         """A worker is known to be at this address; it takes part after its first report."""
         worker = self._workers[address] = Worker(self._clock, address, self.max_report_age_s)
@@ -281,7 +286,7 @@ class Fleet:
         return self._serving[lane]
 
     def distinct(self) -> Iterator[Worker]:
-        """Workers, one per incarnation though two addresses may lead to it (better one that serves), and those with none."""
+        """Workers, one per incarnation though two addresses may lead to it: better the one that serves."""
         seen = set()
         for worker in sorted(self._workers.values(), key=lambda w: w.state not in SERVING):
             if worker.incarnation not in seen:

@@ -6,7 +6,12 @@ from requests.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from functools import partial
+
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+from router.fleet import STATES
 
 _SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
 _ITEMS = (1, 2, 4, 8, 16, 32, 64, 128)
@@ -40,3 +45,16 @@ class Metrics:
             "trunkline_router_in_flight", "Submissions given to a worker, unanswered", registry=registry
         )
         self.workers = Gauge("trunkline_router_workers", "Workers by state", ["state"], registry=registry)
+
+    def gauge(
+        self, *, queue_length: Callable[[], int], in_flight: Callable[[], int], states: Callable[[], Mapping[str, int]]
+    ) -> None:
+        """Where the gauges read when they are scraped."""
+        self.queue_length.set_function(queue_length)
+        self.in_flight.set_function(in_flight)
+        for state in STATES:
+            self.workers.labels(state).set_function(partial(_count, states, state))
+
+
+def _count(states: Callable[[], Mapping[str, int]], state: str) -> int:
+    return states().get(state, 0)

@@ -1,7 +1,7 @@
 """The bounded queue: lanes that never block one another, priorities, fairness among tenants, measured drain rates.
 
-Owns the order in which waiting requests are offered to workers. The one rule: an item leaves by `take`, `discard` or
-never; what was taken and came back goes in by `put_back` and stands where it stood.
+Owns the order in which waiting requests are offered to workers. The one rule: an item leaves by `discard` or by `take`;
+what was taken is later either `put_back`, to where it stood, or `settled`.
 
 Order inside a lane: higher priority first; within one priority, start-time fair queueing over tenants (Goyal, Vin and
 Cheng, 1996), in tokens instead of bytes. Each tenant t that waits has a tag C(t), the level has a virtual time V:
@@ -86,9 +86,6 @@ class _Level(Generic[ItemT]):
         self._tag: dict[str, int] = {}
         self._virtual = 0
 
-    def __bool__(self) -> bool:
-        return bool(self._waiting)
-
     def __len__(self) -> int:
         return sum(map(len, self._waiting.values()))
 
@@ -132,11 +129,13 @@ class _Level(Generic[ItemT]):
 
 
 class _Lane(Generic[ItemT]):
-    """Items that wait for the same workers. Lives from its first item to its last, and so does its drain rate."""
+    """Items that wait for the same workers. Lives as long as any of them may wait here or come back."""
 
     def __init__(self, clock: Clock) -> None:
         self.levels: dict[int, _Level[ItemT]] = {}
-        self.drain = DrainMeter(clock)
+        self.waiting = 0
+        self.out = 0  # taken and not settled
+        self.drain = DrainMeter(clock)  # of the present backlog: begun anew when nothing waits
 
     def in_order(self) -> Iterator[ItemT]:
         for priority in sorted(self.levels, reverse=True):
@@ -172,7 +171,7 @@ class Queue(Generic[ItemT]):
 
     def lanes(self) -> list[Lane]:
         """Lanes in which something waits."""
-        return list(self._lanes)
+        return [name for name, lane in self._lanes.items() if lane.waiting]
 
     def has_room(self, item: ItemT) -> bool:
         """Whether a new item may be put in."""
@@ -186,16 +185,28 @@ class Queue(Generic[ItemT]):
         self._insert(item, refund=0)
 
     def put_back(self, item: ItemT) -> None:
-        """Takes back an item that a worker refused, to where it stood."""
+        """Takes back an item that was taken, to where it stood."""
         self._insert(item, refund=item.cost)
+        self._lanes[item.lane].out -= 1
 
     def take(self, item: ItemT) -> None:
         """The item goes to a worker; its tenant is charged."""
+        self._lanes[item.lane].out += 1
         self._remove(item, charge=item.cost)
+
+    def settled(self, item: ItemT, *, served: bool) -> None:
+        """An item that was taken does not come back; `served` if a worker has it."""
+        lane = self._lanes[item.lane]
+        lane.out -= 1
+        if served:
+            self.drain.departed()
+            lane.drain.departed()
+        self._drop_idle(item.lane)
 
     def discard(self, item: ItemT) -> None:
         """The item will not be served; nobody is charged."""
         self._remove(item, charge=0)
+        self._drop_idle(item.lane)
 
     def in_order(self, lane: Lane) -> Iterator[ItemT]:
         """The lane's items, first to be offered first. Items may be taken or discarded meanwhile."""
@@ -204,12 +215,6 @@ class Queue(Generic[ItemT]):
     def ahead(self, item: ItemT) -> int:
         """Items of the lane that go before this one, which must wait."""
         return self._lanes[item.lane].ahead(item)
-
-    def served(self, lane: Lane) -> None:
-        """An item of the lane has been taken for good (what comes back did not drain anything)."""
-        self.drain.departed()
-        if lane in self._lanes:
-            self._lanes[lane].drain.departed()
 
     def wait_s(self, item: ItemT) -> float | None:
         """Time until the item's turn at the lane's drain rate, which must wait; None while that is not known."""
@@ -225,23 +230,27 @@ class Queue(Generic[ItemT]):
         if level is None:
             level = lane.levels[item.priority] = _Level()
         level.insert(item, refund)
+        lane.waiting += 1
         self._length += 1
         self._bytes += item.size
         self._by_tenant[item.tenant] += 1
 
     def _remove(self, item: ItemT, charge: int) -> None:
         lane = self._lanes[item.lane]
-        level = lane.levels[item.priority]
-        level.remove(item, charge)
+        lane.levels[item.priority].remove(item, charge)
+        lane.waiting -= 1
+        if not lane.waiting:
+            lane.drain = DrainMeter(self._clock)
         self._length -= 1
         self._bytes -= item.size
         self._by_tenant[item.tenant] -= 1
         if not self._by_tenant[item.tenant]:
             del self._by_tenant[item.tenant]
-        if not level:
-            del lane.levels[item.priority]
-        if not lane.levels:
-            del self._lanes[item.lane]
+
+    def _drop_idle(self, name: Lane) -> None:
+        lane = self._lanes[name]
+        if not lane.waiting and not lane.out:
+            del self._lanes[name]
 
 
 def _place(item: Queued) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import AsyncIterator
+from contextlib import aclosing
 from typing import Any, Final
 
 import grpc
@@ -42,8 +43,9 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
         """Reports the models served."""
         if request.protocol_major not in (0, PROTOCOL[0]):
             raise TrunklineError(Reason.PROTOCOL_MISMATCH, f"protocol {PROTOCOL_TEXT} is understood")
-        async for message in self._catalog.watch():
-            yield message
+        async with aclosing(self._catalog.watch()) as messages:
+            async for message in messages:
+                yield message
 
     async def GetAsset(
         self, request: router_pb2.GetAssetRequest, context: Context

@@ -48,7 +48,7 @@ def test_a_cancel_that_overtakes_its_submission_keeps_it_out_for_a_minute(lane: 
         (freed,) = gateway.unknown
         assert freed.request_id == ONE
         assert freed.HasField("freed")
-    world.clock.now += 59
+    world.clock.advance(59)
     world.door.tick()
     assert kind(world.submit(submission(ONE, (1, 1)))[0]) == "fenced"
     assert kind(world.submit(submission(ONE, (1, 2)))[0]) == "fenced"
@@ -58,7 +58,7 @@ def test_a_cancel_that_overtakes_its_submission_keeps_it_out_for_a_minute(lane: 
 def test_a_mark_lapses_after_its_time() -> None:
     world = World()
     world.door.routers.cancel(ONE, (1, 1))
-    world.clock.now += 61
+    world.clock.advance(61)
     world.door.tick()
     assert kind(world.submit(submission(ONE))[0]) == "admitted"
 
@@ -326,10 +326,10 @@ def test_an_orphan_is_dropped_after_the_grace_and_not_before() -> None:
     world = World(limits=Limits(orphan_grace_s=10))
     world.submit(submission(ONE, max_tokens=500))
     world.step()
-    world.clock.now += 9.9
+    world.clock.advance(9.9)
     world.door.tick()
     assert world.door.held == 1
-    world.clock.now += 0.2
+    world.clock.advance(0.2)
     world.door.tick()
     assert world.door.held == 0
     assert world.inbox[-1] == m.Cancel(1)
