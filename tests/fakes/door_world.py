@@ -11,7 +11,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from shared.wire import Stamp, spec_hash
-from tests.fakes.engine import Formula, Shape, token, vector
+from tests.fakes.clock import FakeClock
+from tests.fakes.engine import Formula, Pace, Shape, token, vector
 from trunkline.common.v1 import common_pb2
 from trunkline.worker.v1 import worker_pb2
 from workers.door.door import Door, Limits
@@ -22,20 +23,8 @@ from workers.door.stream import Stream
 from workers.engine import messages as m
 
 ARTEFACT, TOKENIZER = "a" * 64, "b" * 64
+PACE = Pace(step_ms=10)
 FEATURES = frozenset({"generate", "encode", "logprobs"})
-
-
-class HandClock:
-    """Time that moves when told to."""
-
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def monotonic(self) -> float:
-        return self.now
-
-    def wall_ms(self) -> int:
-        return int(self.now * 1e3)
 
 
 @dataclass
@@ -45,6 +34,8 @@ class Witness:
     admitted_count: int = 0
     adopted_count: int = 0
     outcomes: list[str] = field(default_factory=list)
+
+    def answered(self, kind: str) -> None: ...
 
     def admitted(self, execution: Execution, *, adopted: bool) -> None:
         self.admitted_count += not adopted
@@ -123,12 +114,12 @@ class World:
     """The door and its engine."""
 
     def __init__(self, *, limits: Limits | None = None, shape: Shape | None = None, requests: int = 64) -> None:
-        self.clock = HandClock()
+        self.clock = FakeClock()
         self.witness = Witness()
         self.door = Door("w1", "test", self.clock, self.witness, limits or Limits())
         self.shape = shape or Shape()
         self.capacity = Capacity(requests, 4 * requests, 2 * self.shape.kv_blocks * 16)
-        self.formula = Formula(self.shape)
+        self.formula = Formula(self.shape, PACE)
         self.inbox: deque[m.ToEngine] = deque()  # said to the engine, not read yet
         self.incarnation = 100
         self.start_engine()
@@ -136,7 +127,7 @@ class World:
     def start_engine(self) -> None:
         """A new engine, empty."""
         self.incarnation += 1
-        self.formula, self.inbox = Formula(self.shape), deque()
+        self.formula, self.inbox = Formula(self.shape, PACE), deque()
         served = Served(
             incarnation=self.incarnation,
             artefact_hash=ARTEFACT,
@@ -160,13 +151,14 @@ class World:
         batch = worker_pb2.SubmitBatchRequest(router_id="r", router_incarnation=router, batch_seq=seq, items=items)
         return list(self.door.routers.submit(batch).results)
 
-    def step(self, count: int = 1) -> None:
-        """The engine reads its messages and makes steps of 10 ms."""
+    def step(self, count: int = 1, *, took_s: float = 0.010) -> None:
+        """The engine reads its messages and makes steps of 10 ms, or another time."""
         for _ in range(count):
+            self.formula.now = self.clock.monotonic()
             while self.inbox:
                 self.formula.take(self.inbox.popleft())
-            self.clock.now += 0.010
             said = self.formula.step()
+            self.clock.advance(took_s)
             self.door.engine.says(said or m.Tick(self.formula.steps, self.formula.load()))
 
     def expected(self, sub: worker_pb2.Submission) -> list[list[int]]:

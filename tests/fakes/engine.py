@@ -84,8 +84,10 @@ class Job:
     spec: m.Admit | m.Encode
     lines: list[Line]
     stops: frozenset[int] = frozenset()
+    arrived: float = 0.0
     paused: bool = False
-    scheduled: bool = False
+    scheduled: float | None = None
+    first_token: float | None = None
     steps: int = 0
 
     @property
@@ -93,15 +95,33 @@ class Job:
         return self.spec.key
 
 
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """How long a step takes."""
+
+    step_ms: float = 5.0  # any step
+    sequence_us: float = 0.0  # more for each sequence that decodes
+    prefill_us: float = 0.0  # more for each token of a prefill
+
+    def step_s(self, prefill_tokens: int, decode_tokens: int) -> float:
+        """Seconds."""
+        return self.step_ms / 1e3 + (self.sequence_us * decode_tokens + self.prefill_us * prefill_tokens) / 1e6
+
+
 @dataclass(slots=True)
 class Formula:
-    """The state machine: `take` messages, then `step`. First come, first served; no preemption."""
+    """The state machine: `take` messages, then `step`. First come, first served; no preemption.
+
+    `now` is set by whoever keeps time, before either; a step's outputs come at its end, `pace` later.
+    """
 
     shape: Shape
+    pace: Pace
+    now: float = 0.0  # seconds
     steps: int = 0
-    prefilled: int = 0  # tokens of the last step
-    decoded: int = 0
+    longest_ms: float = 0.0
     jobs: dict[int, Job] = field(default_factory=dict)
+    _ends: float = 0.0
     _events: list[m.Event] = field(default_factory=list)
     _runs: list[m.Run] = field(default_factory=list)
 
@@ -112,7 +132,7 @@ class Formula:
                 self.jobs[message.key] = self._generation(message)
             case m.Encode():
                 lines = [Line(i, len(data) // 4, 0) for i, data in enumerate(message.inputs)]
-                self.jobs[message.key] = Job(message, lines)
+                self.jobs[message.key] = Job(message, lines, arrived=self.now)
             case m.Cancel(key):
                 self.jobs.pop(key, None)
                 self._events.append(m.Freed(key, self.steps))
@@ -129,18 +149,22 @@ class Formula:
 
     def step(self) -> m.StepOut | None:
         """One step of what is due; None if nothing is, and nothing was said."""
-        self.prefilled = self.decoded = 0
-        if self.runnable:
-            self.steps += 1
-            for job, line in list(self._batch()):
-                self._advance(job, line)  # a step's plan is made before any of it runs
-        if not (self._runs or self._events or self.prefilled):
+        batch = list(self._batch())
+        decodes = sum(line.decodes for _, line in batch)
+        prefills = sum(self._count(line) for _, line in batch) - decodes
+        took_s = self.pace.step_s(prefills, decodes) if batch else 0.0
+        self._ends = self.now + took_s
+        self.steps += bool(batch)
+        self.longest_ms = max(self.longest_ms, took_s * 1e3)
+        for job, line in batch:
+            self._advance(job, line)
+        if not (batch or self._runs or self._events):
             return None
         runs, self._runs = self._runs, []
         events, self._events = self._events, []
-        return m.StepOut(self.steps, 0.0, runs, events, self.load(), self.prefilled, self.decoded)
+        return m.StepOut(self.steps, took_s * 1e3, runs, events, self.load(), prefills, decodes)
 
-    def load(self, max_step_ms: float = 0.0) -> m.Load:
+    def load(self) -> m.Load:
         """Absolute load."""
         lines = [line for job in self.jobs.values() for line in job.lines if not line.done]
         running = [line for line in lines if line.computed]
@@ -153,7 +177,7 @@ class Formula:
             kv_blocks_cached=0,
             kv_blocks_used=used,
             oldest_waiting_ms=0.0,
-            max_step_ms=max_step_ms,
+            max_step_ms=self.longest_ms,
             preemptions=0,
         )
 
@@ -161,7 +185,7 @@ class Formula:
         prompt = len(spec.prompt) // 4
         lines = [Line(c.index, prompt + len(c.emitted) // 4, len(c.emitted) // 4) for c in spec.choices]
         ends = () if spec.ignore_eos else self.shape.eos_token_ids
-        return Job(spec, lines, frozenset((*ends, *spec.stop_token_ids)))
+        return Job(spec, lines, frozenset((*ends, *spec.stop_token_ids)), self.now)
 
     def _batch(self) -> Iterator[tuple[Job, Line]]:
         """Lines of this step: all that decode, then prefills inside the budget."""
@@ -176,18 +200,16 @@ class Formula:
                 yield job, line
 
     def _advance(self, job: Job, line: Line) -> None:
-        if not job.scheduled:
-            job.scheduled = True
-            self._events.append(m.Scheduled(job.key, 0.0, 0))
-        count = min(line.length - line.computed, self.shape.max_batch_tokens)
-        if line.decodes:
-            self.decoded += count
-        else:
-            self.prefilled += count
-        line.computed += count
+        if job.scheduled is None:
+            job.scheduled = self.now
+            self._events.append(m.Scheduled(job.key, (self.now - job.arrived) * 1e3, 0))
+        line.computed += self._count(line)
         job.steps += 1
         if line.computed == line.length:
             self._produce(job, line)
+
+    def _count(self, line: Line) -> int:
+        return min(line.length - line.computed, self.shape.max_batch_tokens)
 
     def _produce(self, job: Job, line: Line) -> None:
         if isinstance(job.spec, m.Encode):
@@ -203,6 +225,7 @@ class Formula:
                 del self.jobs[job.key]
             return
         spec = job.spec
+        job.first_token = self._ends if job.first_token is None else job.first_token
         drawn = token(spec.prompt, spec.sampling.seed, line.index, line.output, self.shape.vocab_size)
         if drawn in job.stops and line.output >= spec.min_tokens:
             self._end(job, line, m.Run(job.key, line.index, line.output, (), m.Finish.STOP, drawn))
@@ -230,8 +253,14 @@ class Formula:
         line.done = True
         self._runs.append(run)
         if all(each.done for each in job.lines):
-            self._events.append(m.Finished(job.key, 1.0, 2.0, 3.0, job.steps, 0, 0))
+            self._events.append(self._finished(job))
             del self.jobs[job.key]
+
+    def _finished(self, job: Job) -> m.Finished:
+        scheduled = self.now if job.scheduled is None else job.scheduled
+        first = self._ends if job.first_token is None else job.first_token
+        waited, prefilled, decoded = scheduled - job.arrived, first - scheduled, self._ends - first
+        return m.Finished(job.key, waited * 1e3, prefilled * 1e3, decoded * 1e3, job.steps, 0, 0)
 
 
 def _logprobs(spec: m.Admit, drawn: int) -> Sequence[m.Logprob]:
@@ -241,33 +270,15 @@ def _logprobs(spec: m.Admit, drawn: int) -> Sequence[m.Logprob]:
     return (m.Logprob(-0.5, [drawn + i for i in range(count)], [-0.5 - i for i in range(count)]),)
 
 
-@dataclass(frozen=True, slots=True)
-class Pace:
-    """How long things take, in milliseconds, and what goes wrong."""
-
-    start_ms: float = 0.0
-    step_ms: float = 5.0  # of any step
-    sequence_us: float = 0.0  # more for each sequence that decodes
-    prefill_us: float = 0.0  # more for each token of a prefill
-    fault: str = ""  # ends with this instead of starting
-
-    def step_s(self, step: m.StepOut) -> float:
-        """Seconds that `step` takes."""
-        micros = self.sequence_us * step.decode_tokens + self.prefill_us * step.prefill_tokens
-        return self.step_ms / 1e3 + micros / 1e6
-
-
 class Loop:
     """Runs a formula at a pace behind a mailbox."""
 
-    def __init__(self, formula: Formula, pace: Pace, mailbox: Mailbox, clock: Clock) -> None:
+    def __init__(self, formula: Formula, mailbox: Mailbox, clock: Clock) -> None:
         self._formula = formula
-        self._pace = pace
         self._mailbox = mailbox
         self._clock = clock
         self._decoder: msgspec.msgpack.Decoder[m.ToEngine] = msgspec.msgpack.Decoder(m.ToEngine)
         self._encoder = msgspec.msgpack.Encoder()
-        self._longest_ms = 0.0
         self._open = True
 
     def say(self, message: m.FromEngine) -> None:
@@ -281,17 +292,15 @@ class Loop:
             began = self._clock.monotonic()
             step = self._formula.step()
             if step is None:
-                self.say(m.Tick(self._formula.steps, self._formula.load(self._longest_ms)))
-                continue
-            if step.prefill_tokens or step.decode_tokens:
-                self._pass(began + self._pace.step_s(step))
-            took_ms = (self._clock.monotonic() - began) * 1e3
-            self._longest_ms = max(self._longest_ms, took_ms)
-            load = msgspec.structs.replace(step.load, max_step_ms=self._longest_ms)
-            self.say(msgspec.structs.replace(step, duration_ms=took_ms, load=load))
+                self.say(m.Tick(self._formula.steps, self._formula.load()))
+            else:
+                self._pass(began + step.duration_ms / 1e3)
+                self.say(step)
 
     def _hear(self, timeout_s: float) -> None:
-        for frame in self._mailbox.recv_all(timeout_s):
+        frames = self._mailbox.recv_all(timeout_s)
+        self._formula.now = self._clock.monotonic()
+        for frame in frames:
             message = self._decoder.decode(frame)
             if isinstance(message, m.Shutdown):
                 self._open = False
@@ -308,21 +317,21 @@ class Loop:
 def main(arguments: Sequence[str]) -> int:
     """Runs the engine behind the mailbox named in `arguments`."""
     parser = argparse.ArgumentParser()
-    for name, default in (("start-ms", 0.0), ("step-ms", 5.0), ("sequence-us", 0.0), ("prefill-us", 0.0)):
-        parser.add_argument(f"--{name}", type=float, default=default)
+    for flag, default in (("--step-ms", 5.0), ("--sequence-us", 0.0), ("--prefill-us", 0.0), ("--start-ms", 0.0)):
+        parser.add_argument(flag, type=float, default=default)
     parser.add_argument("--fault", default="")
-    pace_flags, rest = parser.parse_known_args(arguments)
+    flags, rest = parser.parse_known_args(arguments)
     fd, options = from_arguments(rest)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    mailbox = Mailbox(socket.socket(fileno=fd))
-    loop = Loop(Formula(_shape(options)), pace := Pace(**vars(pace_flags)), mailbox, SYSTEM_CLOCK)
-    loop.say(m.Progress("load", 0.0))
-    time.sleep(pace.start_ms / 1e3)
-    if pace.fault:
-        loop.say(m.Fault("ENGINE", pace.fault))
-        return 1
-    loop.say(_ready(options))
+    pace = Pace(flags.step_ms, flags.sequence_us, flags.prefill_us)
+    loop = Loop(Formula(_shape(options), pace), Mailbox(socket.socket(fileno=fd)), SYSTEM_CLOCK)
     try:
+        loop.say(m.Progress("load", 0.0))
+        time.sleep(flags.start_ms / 1e3)
+        if flags.fault:
+            loop.say(m.Fault("ENGINE", flags.fault))
+            return 1
+        loop.say(_ready(options))
         loop.run()
     except MailboxClosed:
         _log.info("the door is gone")

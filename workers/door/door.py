@@ -49,7 +49,7 @@ class Door:
         self.loads = Loads(self._holdings, clock)
         self._admission = Admission(self._holdings, self.loads, clock)
         self.engine = EngineSide(self._holdings, self.loads, observer, clock, retained_bytes=limits.retained_bytes)
-        self.routers = RouterSide(self._holdings, self._admission, clock)
+        self.routers = RouterSide(self._holdings, self._admission, self.loads, observer, clock)
         self.gateways = GatewaySide(
             self._holdings,
             clock,
@@ -80,9 +80,18 @@ class Door:
         """Requests here, ended ones included until their owners have all of them."""
         return len(self._holdings.held)
 
+    @property
+    def gateway_count(self) -> int:
+        """Gateway lives with a stream or something to deliver."""
+        return len(self._outlets.gateways)
+
+    @property
+    def retained_bytes(self) -> int:
+        """Bytes kept until gateways acknowledge them."""
+        return sum(gateway.retained for gateway in self._outlets.gateways)
+
     def engine_up(self, served: Served, capacity: Capacity, send: Send) -> None:
         """An engine is ready and empty."""
-        self.loads.served = served
         self.engine.up(served, capacity, send)
 
     def engine_down(self, message: str) -> None:
@@ -92,6 +101,7 @@ class Door:
     def drain(self) -> None:
         """Refuses new work from now on."""
         self._admission.draining = True
+        self.loads.changed()
 
     def release(self) -> None:
         """Hands what runs back to its owners, who go on elsewhere."""

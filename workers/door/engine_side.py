@@ -44,6 +44,8 @@ class EngineSide:
     def up(self, served: Served, capacity: Capacity, send: Send) -> None:
         """An engine is ready and empty."""
         self._holdings.engine_up(served, capacity, send)
+        self._loads.served = served
+        self._loads.changed()
         self._heard_at = self._moved_at = self._clock.monotonic()
 
     def down(self, message: str) -> None:
@@ -53,6 +55,7 @@ class EngineSide:
             TrunklineError(Reason.WORKER_LOST, "the engine has ended; the next one is a new incarnation")
         )
         self._loads.engine = IDLE
+        self._loads.changed()
 
     def says(self, said: m.StepOut | m.Tick) -> None:
         """Takes what the engine produced. Raises EngineBroken."""
@@ -62,6 +65,7 @@ class EngineSide:
         if isinstance(said, m.StepOut):
             self._moved_at = self._heard_at
             self._step(said)
+        self._loads.changed()
 
     def stalled(self, loop_lag_s: float) -> bool:
         """Work waits and the engine makes no step (rule 12). Ask often: time counts from when work was first seen
@@ -143,7 +147,8 @@ class EngineSide:
     def _scheduled(self, delivery: Delivery, event: m.Scheduled) -> None:
         execution = delivery.execution
         execution.stage, execution.scheduled = Stage.RUNNING, event
-        execution.times.scheduled = self._clock.monotonic()
+        # The event comes with its step's end; the step began when the wait was over.
+        execution.times.scheduled = min(self._clock.monotonic(), execution.times.admitted + event.queue_ms / 1e3)
         self._observer.scheduled(execution)
         delivery.news.append(events.scheduled(event))
         if delivery.stream is not None:

@@ -31,8 +31,12 @@ Send = Callable[[m.ToEngine], None]
 class Observer(Protocol):
     """Who wants to know, for metrics and spans. Nothing here may raise or wait."""
 
+    def answered(self, kind: str) -> None:
+        """A submission was answered: admitted, rejected, mismatch or fenced."""
+        ...
+
     def admitted(self, execution: Execution, *, adopted: bool) -> None:
-        """A submission was admitted."""
+        """An execution began, or got another owner."""
         ...
 
     def scheduled(self, execution: Execution) -> None:

@@ -6,6 +6,8 @@ that a batch may be echoed at once (INV-3).
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from shared.clock import Clock
 from trunkline.common.v1 import common_pb2
 from workers.door.execution import Stage
@@ -22,8 +24,14 @@ class Loads:
     def __init__(self, holdings: Holdings, clock: Clock) -> None:
         self.engine = IDLE
         self.served: Served | None = None  # now, or last
+        self.listeners: set[Callable[[], None]] = set()  # called when a number may have changed
         self._holdings = holdings
         self._clock = clock
+
+    def changed(self) -> None:
+        """Say it after whatever may change a number."""
+        for listener in self.listeners:
+            listener()
 
     def current(self) -> common_pb2.Load:
         """The load now. What waits is at least what was admitted and is in no step yet: the engine may not know it."""
