@@ -22,8 +22,8 @@ DEFAULT_MODEL = "smollm2-135m-instruct"
 UNITS = {"K": 10, "M": 20, "G": 30, "T": 40}
 
 
-# Read when torch is loaded, which is later: idle threads shall sleep. Spinning ones, beside a busy process, make seconds
-# of work take minutes.
+# Read when torch is loaded, which is later: its idle threads shall sleep. Spinning beside a busy process they make of
+# seconds of work minutes.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 
@@ -114,7 +114,7 @@ def run_verify(args: argparse.Namespace) -> int:
     directory = _directory(args)
     with _bars() as bar, _refusals():
         model = load_model(directory, kernel_mode=args.kernel_mode, threads=args.threads, progress=bar)
-        result = replay(model, load_golden(directory / GOLDEN), model.manifest.precision, bar)
+        result = replay(model, load_golden(directory / GOLDEN), bar)
     _out().print(
         f"{model.manifest.name} on {model.path}: {result.positions} positions, {result.clear} clear, "
         f"{result.differing} differ, largest relative logit error {result.max_error:.1e}"

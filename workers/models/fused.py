@@ -18,8 +18,6 @@ from trunkline_kernels.library import (
     Heads,
     batch_struct,
     heads_struct,
-    isa,
-    linear_packed_size,
 )
 from workers.engine.batch import RaggedBatch
 from workers.models.ops import LinearWeight
@@ -43,12 +41,12 @@ class FusedOps:
 
     def __init__(self, threads: int) -> None:
         self._context = Context(threads)
-        self.path = f"fused/cpu/{isa()}"
+        self.path = f"fused/cpu/{self._context.isa}"
         self._step: tuple[RaggedBatch, Batch] | None = None
 
     def linear_weight(self, weights: Sequence[torch.Tensor], biases: Sequence[torch.Tensor]) -> LinearWeight:
         columns, inner = sum(len(weight) for weight in weights), weights[0].shape[1]
-        packed = _huge(linear_packed_size(columns, inner))
+        packed = _huge(self._context.packed_size(columns, inner))
         first = 0
         for weight in weights:
             source = _fp32(weight)

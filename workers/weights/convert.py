@@ -93,6 +93,7 @@ def _write(
     plan = _plan(source)
     progress("hash source", 0.0)
     origin = Origin(source.kind, source_name, source.digest())
+    progress("hash source", 1.0)
     written = write_tensors(
         directory / WEIGHTS,
         [(spec.name, spec.shape) for spec in plan.specs],

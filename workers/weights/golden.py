@@ -16,14 +16,15 @@ import torch
 
 from workers.weights.manifest import ArtefactError
 
+# Half of them have one obvious continuation, so that most positions are clear in lower precisions too.
 PROMPTS = (
     "The capital of France is",
     "Once upon a time there was a small lighthouse whose keeper",
-    "Water boils at 100 degrees Celsius because",
+    "1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12,",
     "def fibonacci(n):\n    ",
-    "The three primary colours are",
+    "A B C D E F G H I J K",
     "To bake a loaf of bread you first",
-    "In the year 1969, two astronauts",
+    "red, blue, red, blue, red, blue, red, blue,",
     "The difference between weather and climate is that",
 )
 TOKENS = 32  # greedy tokens per prompt

@@ -12,8 +12,9 @@ from workers.weights.golden import MARGIN, Comparison, Golden, relative_error
 from workers.weights.load import Progress, no_progress
 
 
-def replay(model: Model, golden: Golden, precision: str, progress: Progress = no_progress) -> Comparison:
-    """Teacher-force the golden tokens through `model` and compare by the margin rule."""
+def replay(model: Model, golden: Golden, progress: Progress = no_progress) -> Comparison:
+    """Teacher-force the golden tokens through `model` and compare by the margin rule of the served precision."""
+    precision = "fp32" if model.dtype is torch.float32 else "bf16"
     clear = differing = 0
     errors: list[float] = []
     for index, prompt in enumerate(golden.prompts):

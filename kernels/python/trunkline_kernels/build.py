@@ -50,21 +50,24 @@ def build_key() -> str:
     return digest.hexdigest()[:24]
 
 
-def build(force: bool = False) -> bool:
-    """Build the library unless it is current; True if it was built. Raises BuildError."""
-    target = library_path()
-    if not force and _key_of(target) == build_key():
+def build(target: Path | None = None, targets: Sequence[Sequence[str]] = TARGETS) -> bool:
+    """Build the library unless it is current; True if it was built. Raises BuildError.
+
+    `target` is the file to make (beside this one); `targets` are sets of processor flags, the first that works is used.
+    """
+    target = target or library_path()
+    if _is_current(target):
         return False
     if not _units():
         raise BuildError(f"the kernel sources are not in {SOURCES}")
     compiler = _compiler()
     with tempfile.TemporaryDirectory(prefix="trunkline-kernels-") as scratch:
-        flags = [*FLAGS, *_target_flags(compiler, Path(scratch)), f'-DTL_BUILD_KEY="{build_key()}"']
+        flags = [*FLAGS, *_target_flags(compiler, targets, Path(scratch)), f'-DTL_BUILD_KEY="{build_key()}"']
         with ThreadPoolExecutor(os.cpu_count()) as pool:
             objects = list(pool.map(lambda unit: _compile(compiler, flags, unit, Path(scratch)), _units()))
         linked = Path(scratch) / NAME
         _run([*compiler, "-shared", "-pthread", "-o", str(linked), *map(str, objects)])
-        draft = target.with_name(f".{NAME}.{os.getpid()}")
+        draft = target.with_name(f".{target.name}.{os.getpid()}")
         shutil.copy(linked, draft)
         draft.replace(target)  # whoever has the old one mapped keeps it
     return True
@@ -84,11 +87,11 @@ def _compile(compiler: Sequence[str], flags: Sequence[str], unit: Path, scratch:
     return out
 
 
-def _target_flags(compiler: Sequence[str], scratch: Path) -> tuple[str, ...]:
+def _target_flags(compiler: Sequence[str], targets: Sequence[Sequence[str]], scratch: Path) -> Sequence[str]:
     """The first set of flags this compiler accepts."""
     probe = scratch / "probe.cc"
     probe.write_text("int main() { return 0; }\n")
-    for flags in TARGETS:
+    for flags in targets:
         command = [*compiler, *flags, "-Werror", "-c", str(probe), "-o", str(scratch / "probe.o")]
         if subprocess.run(command, capture_output=True, check=False).returncode == 0:
             return flags
@@ -110,12 +113,9 @@ def _run(command: Sequence[str]) -> None:
         raise BuildError(f"{shlex.join(command)}\n{result.stderr.strip()}")
 
 
-def _key_of(path: Path) -> str:
-    """The key inside a built library, read without running it; empty if there is none."""
-    if not path.exists():
-        return ""
-    key = build_key()
-    return key if key.encode() in path.read_bytes() else ""
+def _is_current(path: Path) -> bool:
+    """Whether a built library carries today's key; read without running it."""
+    return path.exists() and build_key().encode() in path.read_bytes()
 
 
 def _processor() -> str:
@@ -131,7 +131,7 @@ def _processor() -> str:
 def main() -> int:
     """Build, say what was done, and answer with an exit code."""
     try:
-        built = build(force="--force" in sys.argv[1:])
+        built = build()
     except BuildError as error:
         sys.stderr.write(f"{error}\n")
         return 1

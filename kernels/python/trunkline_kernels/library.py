@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import functools
 from ctypes import POINTER, Structure, byref, c_char_p, c_float, c_int32, c_int64, c_uint32, c_void_p, sizeof
+from pathlib import Path
 
 from trunkline_kernels.build import build_key, library_path
 
@@ -74,6 +75,14 @@ def library() -> ctypes.CDLL:
     path = library_path()
     if not path.exists():
         raise KernelsMissing(f"the kernels are not built ({path.name} is missing): run make kernels")
+    opened = open_library(path)
+    if opened.tl_build_key().decode() != build_key():
+        raise KernelsMissing("the kernels were built from other sources or for another processor: run make kernels")
+    return opened
+
+
+def open_library(path: Path) -> ctypes.CDLL:
+    """Open a library file whatever it was built from; raises KernelsMissing if it is not one of this ABI."""
     try:
         opened = ctypes.CDLL(str(path))
     except OSError as error:
@@ -81,9 +90,6 @@ def library() -> ctypes.CDLL:
     _declare(opened)
     if opened.tl_abi_version() != ABI_VERSION:
         raise KernelsMissing(f"the kernels have ABI {opened.tl_abi_version()}, not {ABI_VERSION}: run make kernels")
-    built = opened.tl_build_key().decode()
-    if built != build_key():
-        raise KernelsMissing("the kernels were built from other sources or for another processor: run make kernels")
     return opened
 
 
@@ -98,27 +104,13 @@ def _declare(opened: ctypes.CDLL) -> None:
     opened.tl_context_destroy.argtypes, opened.tl_context_destroy.restype = (c_void_p,), None
 
 
-def isa() -> str:
-    """Name of the instruction set the library uses."""
-    name: bytes = library().tl_isa()
-    return name.decode()
-
-
-def linear_packed_size(columns: int, inner: int) -> int:
-    """Floats a packed weight takes."""
-    size: int = library().tl_linear_packed_size(columns, inner)
-    if size < 0:
-        raise KernelError(f"a weight of {columns} x {inner} is out of range")
-    return size
-
-
 class Context:
     """Worker threads, and the calls that run on them. Arguments are addresses and counts, as in the header."""
 
-    def __init__(self, threads: int) -> None:
-        self._library = library()
+    def __init__(self, threads: int, opened: ctypes.CDLL | None = None) -> None:
+        self._library = opened or library()
         handle = c_void_p()
-        _check(self._library.tl_context_create(threads, byref(handle)), "tl_context_create")
+        self._check(self._library.tl_context_create(threads, byref(handle)), "tl_context_create")
         self._handle, self.threads = handle, threads
         # Looked up once: attribute access on a library costs as much as a call.
         opened = self._library
@@ -131,54 +123,66 @@ class Context:
         if handle is not None:
             self._library.tl_context_destroy(handle)
 
+    def _check(self, status: int, call: str) -> None:
+        if status:
+            text: bytes = self._library.tl_status_text(status)
+            raise KernelError(f"{call}: {text.decode()}")
+
+    @property
+    def isa(self) -> str:
+        """Name of the instruction set in use."""
+        name: bytes = self._library.tl_isa()
+        return name.decode()
+
+    def packed_size(self, columns: int, inner: int) -> int:
+        """Floats a packed weight takes."""
+        size: int = self._library.tl_linear_packed_size(columns, inner)
+        if size < 0:
+            raise KernelError(f"a weight of {columns} × {inner} is out of range")
+        return size
+
     def embed(self, tokens: Address, table: Address, out: Address, rows: int, width: int, vocabulary: int) -> None:
         """out = table[tokens]."""
-        _check(self._embed(self._handle, tokens, table, out, rows, width, vocabulary), "tl_embed")
+        self._check(self._embed(self._handle, tokens, table, out, rows, width, vocabulary), "tl_embed")
 
     def rms_norm(self, x: Address, weight: Address, out: Address, rows: int, width: int, eps: float) -> None:
         """Root-mean-square norm of rows."""
-        _check(self._norm(self._handle, x, weight, out, rows, width, eps), "tl_rms_norm")
+        self._check(self._norm(self._handle, x, weight, out, rows, width, eps), "tl_rms_norm")
 
     def add_rms_norm(
         self, x: Address, delta: Address, weight: Address, out: Address, rows: int, width: int, eps: float
     ) -> None:
         """x += delta, then its norm."""
-        _check(self._add_norm(self._handle, x, delta, weight, out, rows, width, eps), "tl_add_rms_norm")
+        self._check(self._add_norm(self._handle, x, delta, weight, out, rows, width, eps), "tl_add_rms_norm")
 
     def linear_pack(
         self, weight: Address, packed: Address, rows: int, inner: int, first_column: int, columns: int
     ) -> None:
         """Copy weight [rows, inner] into its columns of a zeroed, 64-byte aligned packed weight."""
         status = self._library.tl_linear_pack(self._handle, weight, packed, rows, inner, first_column, columns)
-        _check(status, "tl_linear_pack")
+        self._check(status, "tl_linear_pack")
 
     def linear(
         self, x: Address, packed: Address, bias: Address, out: Address, rows: int, inner: int, columns: int
     ) -> None:
         """out = x · weightᵀ + bias; bias 0 = none."""
-        _check(self._linear(self._handle, x, packed, bias, out, rows, inner, columns), "tl_linear")
+        self._check(self._linear(self._handle, x, packed, bias, out, rows, inner, columns), "tl_linear")
 
     def rope_cache(
         self, batch: Batch, heads: Heads, cos: Address, sin: Address, qkv: Address, keys: Address, values: Address
     ) -> None:
         """Rotate q and k, write k and v."""
         status = self._rope_cache(self._handle, byref(batch), byref(heads), cos, sin, qkv, keys, values)
-        _check(status, "tl_rope_cache")
+        self._check(status, "tl_rope_cache")
 
     def attention(self, batch: Batch, heads: Heads, qkv: Address, keys: Address, values: Address, out: Address) -> None:
         """Causal attention over pages."""
         status = self._attention(self._handle, byref(batch), byref(heads), qkv, keys, values, out)
-        _check(status, "tl_attention")
+        self._check(status, "tl_attention")
 
     def swiglu(self, gate_up: Address, out: Address, rows: int, width: int) -> None:
         """silu(gate) · up."""
-        _check(self._swiglu(self._handle, gate_up, out, rows, width), "tl_swiglu")
-
-
-def _check(status: int, call: str) -> None:
-    if status:
-        text: bytes = library().tl_status_text(status)
-        raise KernelError(f"{call}: {text.decode()}")
+        self._check(self._swiglu(self._handle, gate_up, out, rows, width), "tl_swiglu")
 
 
 def batch_struct(**fields: int) -> Batch:
