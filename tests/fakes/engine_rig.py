@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from tests.fakes.clock import FakeClock
 from tests.fakes.hash_model import END, VOCAB, HashModel
 from workers.engine import messages as m
 from workers.engine.batch import RaggedBatch
@@ -14,16 +15,6 @@ from workers.engine.engine import Engine, Vocabulary
 from workers.engine.runner import Runner
 from workers.engine.sampler import sample
 from workers.engine.scheduler import Limits, Plan, Scheduler
-
-
-class HandClock:
-    """Time that moves when told to."""
-
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def monotonic(self) -> float:
-        return self.now
 
 
 @dataclass
@@ -104,7 +95,7 @@ class Rig:
         context: int = 512,
         held: int = 64,
     ) -> None:
-        self.clock = HandClock()
+        self.clock = FakeClock()
         self.notes = Notebook()
         self.runner = SpyRunner(blocks)
         self.pool = BlockPool(blocks)
@@ -126,7 +117,7 @@ class Rig:
     def step(self) -> bool:
         """One turn and 10 ms."""
         ran = self.engine.step()
-        self.clock.now += 0.01
+        self.clock.advance(0.01)
         return ran
 
     def finish(self, most_steps: int = 5000) -> None:

@@ -16,7 +16,7 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
     model: str  # artefact directory
     device: str = "cpu"
-    kernel_mode: str = "standard"
+    kernel_mode: str = "fused"  # serves only if it agrees with "standard" at start-up
     threads: int = 0  # torch intra-op threads; 0 = the CPUs this process may use
     max_batch_tokens: int = 128  # tokens of one step: how long running streams may be held up by a prefill
     max_seqs: int = 32  # sequences running at once
