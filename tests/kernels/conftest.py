@@ -1,0 +1,60 @@
+"""Kernel tests run on every build that users may get: this processor's own, AVX2, and the portable one."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from trunkline_kernels.build import TARGETS, build
+from trunkline_kernels.library import Context, open_library
+
+VARIANTS: dict[str, tuple[tuple[str, ...], ...]] = {
+    "native": TARGETS,
+    "avx2": (("-mavx2", "-mfma"),),
+    "portable": ((),),
+}
+
+
+def _runs_here(variant: str) -> bool:
+    if variant != "avx2":
+        return True
+    flags = Path("/proc/cpuinfo").read_text().split()
+    return "avx2" in flags and "fma" in flags
+
+
+@pytest.fixture(scope="session", params=VARIANTS)
+def opened(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+    """The library, built for one of the variants."""
+    variant: str = request.param
+    if not _runs_here(variant):
+        pytest.skip(f"this processor has no {variant}")
+    path = tmp_path_factory.mktemp("kernels") / f"{variant}.so"
+    assert build(path, VARIANTS[variant])
+    return open_library(path)
+
+
+@pytest.fixture(scope="session")
+def context(opened: ctypes.CDLL) -> Context:
+    """Two threads, as many as the smallest machine has cores."""
+    return Context(2, opened)
+
+
+@pytest.fixture(scope="session")
+def single(opened: ctypes.CDLL) -> Context:
+    """One thread: no other may answer otherwise."""
+    return Context(1, opened)
+
+
+@pytest.fixture
+def rng() -> np.random.Generator:
+    return np.random.default_rng(7)
+
+
+@pytest.fixture
+def normal(rng: np.random.Generator) -> Callable[..., np.ndarray]:
+    """fp32 standard normal values of a shape."""
+    return lambda *shape: rng.standard_normal(shape, dtype=np.float32)
