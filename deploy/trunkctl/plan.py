@@ -23,6 +23,8 @@ from trunkctl.home import Home
 # again when it is restarted.
 FIRST_PORT, LAST_PORT = 21000, 32000
 LOOPBACK = "127.0.0.1"
+KV_SHARE = 0.3  # of the free memory, for the key-value caches of all workers together
+DRAIN_MS = 8000  # to finish what runs when the mesh ends; below the supervisor's patience
 
 
 @dataclass(frozen=True)
@@ -101,8 +103,9 @@ def make_plan(home: Home, wish: Wish) -> Plan:
 def _roles(home: Home, wish: Wish, model: Path) -> list[tuple[str, int, Settings]]:
     """Per role: how many, and the settings that differ from the service's own defaults."""
     threads = max(1, len(os.sched_getaffinity(0)) // wish.workers)
+    engine = {"threads": threads, "kv_memory_fraction": KV_SHARE / wish.workers}
     return [
-        ("worker", wish.workers, {"model": {"path": str(model), "name": model.name}, "engine": {"threads": threads}}),
+        ("worker", wish.workers, {"model": {"path": str(model), "name": model.name}, "engine": engine}),
         ("router", wish.routers, {}),
         ("gateway", wish.gateways, {"keys_file": str(home.keys)}),
     ]
@@ -126,7 +129,14 @@ def _redis(home: Home, port: int) -> Spec:
 
 def _service(home: Home, role: str, name: str, redis_url: str, ports: dict[str, int], settings: Settings) -> Spec:
     listens = {f"{port}_listen": f"{LOOPBACK}:{number}" for port, number in ports.items()}
-    config = {"id": name, **listens, "redis_url": redis_url, "tracing": {"redis_spans": True}, **settings}
+    config = {
+        "id": name,
+        **listens,
+        "redis_url": redis_url,
+        "drain_grace_ms": DRAIN_MS,
+        "tracing": {"redis_spans": True},
+        **settings,
+    }
     path = home.run / f"{name}.yaml"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(yaml.safe_dump(config, sort_keys=False))

@@ -19,8 +19,8 @@ from trunkline.common.v1 import common_pb2
 from trunkline.inference.v1 import inference_pb2
 
 STORE_TIMEOUT_S = 2.0
-SPANS_WAIT_S = 6.0  # spans are written in the background, a few seconds after the end
-QUIET_S = 1.0
+SPANS_WAIT_S = 6.0  # spans are written in the background, shortly after their end
+QUIET_S = 0.8  # several times the interval at which services write
 POLL_S = 0.1
 NARROWEST = 20  # cells for the bars
 LABEL_CELLS = 60  # what the columns beside the bars take

@@ -31,7 +31,8 @@ class Span(msgspec.Struct, frozen=True, kw_only=True):
     """A span as the state store holds it. Times are microseconds since the Unix epoch."""
 
     name: str
-    service: str
+    service: str  # the process's id
+    role: str
     span_id: str
     parent_id: str | None = None
     start_us: int
@@ -88,13 +89,13 @@ def waterfall(spans: Iterable[Span], width: int) -> Table:
     scale = width / max(1, max(row.end_us for row in lines) - first)
     table = Table(box=None, header_style="dim", pad_edge=False)
     table.add_column("span", no_wrap=True)
-    table.add_column("stage", style="dim", no_wrap=True)
+    table.add_column("process", style="dim", no_wrap=True)
     table.add_column("at ms", justify="right", no_wrap=True)
     table.add_column("ms", justify="right", no_wrap=True)
     table.add_column("", width=width, no_wrap=True)
     for row in lines:
         bar = _bar(row, first, scale, width)
-        table.add_row(_label(row), _stage(row), _ms(row.start_us - first), _ms(row.end_us - row.start_us), bar)
+        table.add_row(_label(row), row.spans[0].service, _ms(row.start_us - first), _ms(row.end_us - row.start_us), bar)
     return table
 
 
@@ -116,11 +117,7 @@ def _bar(row: Row, first_us: int, scale: float, width: int) -> Text:
     cells = list(" " * start + EIGHTHS[7] * whole + (EIGHTHS[rest - 1] if rest else ""))
     for at_us in (event.at_us for span in row.spans for event in span.events if event.name == "first_token"):
         cells[max(start, min(int((at_us - first_us) * scale), len(cells) - 1))] = "◆"
-    return Text("".join(cells), style=STYLES.get(_stage(row), "white"))
-
-
-def _stage(row: Row) -> str:
-    return row.spans[0].service.removeprefix("trunkline-")
+    return Text("".join(cells), style=STYLES.get(row.spans[0].role, "white"))
 
 
 def _ms(us: int) -> str:

@@ -49,9 +49,15 @@ class Inference(inference_pb2_grpc.InferenceServiceServicer):
     def Generate(self, request: inference_pb2.GenerateRequest, context: Any) -> Any:
         """Streams the answer and leaves a span behind."""
         now = time.time_ns() // 1000
-        span = {"name": "chat", "service": "trunkline-gateway", "span_id": "1", "parent_id": None, "status": "OK",
-                "start_us": now, "end_us": now + 1000, "attrs": {"trunkline.receipt.total_ms": 1.0}, "events": [],
-                "links": []}  # fmt: skip
+        span = {
+            "name": "chat",
+            "service": "gateway-1",
+            "role": "gateway",
+            "span_id": "1",
+            "start_us": now,
+            "end_us": now + 1000,
+            "attrs": {"trunkline.receipt.total_ms": 1.0},
+        }
         self._store.rpush(keys.trace(TRACE), json.dumps(span))
         yield inference_pb2.GenerateResponse(started=inference_pb2.Started(request_id="ab" * 16, trace_id=TRACE))
         yield inference_pb2.GenerateResponse(delta=inference_pb2.Delta(text=ANSWER))

@@ -13,7 +13,7 @@ from trunkline.common.v1 import common_pb2
 
 
 def span(span_id: str, start: int, end: int, parent: str | None = None, name: str = "", **rest: object) -> Span:
-    fields = {"service": "trunkline-gateway", **rest}
+    fields = {"service": "gateway-1", "role": "gateway", **rest}
     return Span(name=name or span_id, span_id=span_id, parent_id=parent, start_us=start, end_us=end, **fields)  # type: ignore[arg-type]
 
 
