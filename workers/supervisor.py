@@ -11,6 +11,7 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -103,8 +104,16 @@ class Life:
         finally:
             self.end("the worker ended it")
             self._mailbox.close()
+            await self._reap()
             if self.ready:
                 self._user.engine_ended(self.why)
+
+    async def _reap(self) -> None:
+        """A killed process is gone in no time; one that the kernel holds is left to it."""
+        assert self._process is not None
+        with suppress(TimeoutError):
+            async with asyncio.timeout(LAST_WORDS_S):
+                await self._process.wait()
 
     def end(self, why: str) -> None:
         """Kills it if it lives; the first reason stays."""

@@ -9,8 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shared.wire import Stamp
-from tests.fakes.door_world import Gateway, World, encode_submission, request_id, submission
+from tests.fakes.door_world import Gateway, World, request_id
 from tests.fakes.engine import Shape
+from tests.fakes.owner import encode_submission, submission
 from trunkline.worker.v1 import worker_pb2
 from workers.door.door import Limits
 from workers.door.stream import Window

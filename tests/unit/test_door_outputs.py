@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from shared.errors import Reason, TrunklineError
-from tests.fakes.door_world import Gateway, World, encode_submission, request_id, submission
+from tests.fakes.door_world import Gateway, World, request_id
 from tests.fakes.engine import Shape
+from tests.fakes.owner import encode_submission, submission
 from trunkline.worker.v1 import worker_pb2
 from workers.door.door import Limits
 from workers.door.execution import EngineBroken
