@@ -23,7 +23,7 @@ from trunkctl.home import Home
 # again when it is restarted.
 FIRST_PORT, LAST_PORT = 21000, 32000
 LOOPBACK = "127.0.0.1"
-KV_SHARE = 0.3  # of the free memory, for the key-value caches of all workers together
+KV_SHARE = 0.08  # of the free memory, for the caches of all workers: filling more takes longer than starting the rest
 DRAIN_MS = 8000  # to finish what runs when the mesh ends; below the supervisor's patience
 
 

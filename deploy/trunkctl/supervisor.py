@@ -97,6 +97,7 @@ class Supervisor:
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
+                env={"GRPC_VERBOSITY": "ERROR", **os.environ},  # keep the transport's chatter out of the logs
                 start_new_session=True,
                 preexec_fn=functools.partial(end_with_parent, os.getpid()),
             )
