@@ -78,7 +78,7 @@ class Dispatcher:
         self._wake = asyncio.Event()
         self._idle = asyncio.Event()
         self._idle.set()
-        self._check_stranded = False
+        self._check_stranded_at = clock.monotonic()
         fleet.observe(self._fleet_changed)
 
     # --- in -----------------------------------------------------------------------------------------------------------
@@ -209,11 +209,11 @@ class Dispatcher:
                 async with asyncio.timeout(TICK_S):
                     await self._wake.wait()
             except TimeoutError:
-                self._check_stranded = True
+                pass  # time that passes is a change too
             self._wake.clear()
             self._fleet.judge()
-            if self._check_stranded:
-                self._check_stranded = False
+            if self._check_stranded_at <= self._clock.monotonic():
+                self._check_stranded_at = self._clock.monotonic() + TICK_S
                 self._refuse_stranded()
             self._place_some()
             await asyncio.sleep(0)
@@ -235,6 +235,8 @@ class Dispatcher:
             taken: set[int] = set()
             for item in self._queue.in_order(lane):
                 chosen = self._policy.choose(candidates, item.need, taken)
+                if chosen is not None and chosen.busy:
+                    break  # a round trip's wait for the best worker is cheaper than a place at another
                 if chosen is not None:
                     yield item, chosen
                     continue
@@ -422,5 +424,6 @@ class Dispatcher:
             self._idle.set()
 
     def _fleet_changed(self, topology: bool) -> None:
-        self._check_stranded = self._check_stranded or topology
+        if topology:
+            self._check_stranded_at = self._clock.monotonic()
         self._wake.set()

@@ -20,7 +20,8 @@ from trunkline.worker.v1 import worker_pb2
 
 MAX_UNSEEN = 1024  # batches a worker may leave out of its reports before it gets no more
 FORGET_UNKNOWN_S = 1.0  # a batch of unknown outcome is counted by any report that comes this long after the failure
-READY = frozenset({"", "busy", "refused", "unseen"})  # states in which a worker counts as a ready replica
+PATIENCE_S = 0.05  # for a batch's answer: so long a request rather waits for the best worker than takes another
+READY = frozenset({"", "busy", "unanswered", "refused", "unseen"})  # states in which a worker counts as a ready replica
 SERVING = READY | {"suspect", "stale"}  # states worth waiting for
 STATES = ("ready", "suspect", "stale", "draining", "stalled", "lost", "starting")  # as they are counted
 NO_LOAD = common_pb2.Load()
@@ -53,7 +54,7 @@ class Worker:
         self._reported_at = clock.monotonic()
         self._draining = False
         self._refused_seq: int | None = None
-        self._busy = False
+        self._sent_at: float | None = None  # of the batch that has not been answered
         self._open = False
         self._seq = 0
         self._unseen: deque[_Dispatch] = deque()
@@ -85,12 +86,12 @@ class Worker:
     def sealed(self) -> int:
         """The batch goes out now; answers its number."""
         self._open = False
-        self._busy = True
+        self._sent_at = self._clock.monotonic()
         return self._seq
 
     def answered(self, seq: int, held: Sequence[Need], *, refused: bool, draining: bool) -> None:
         """The batch's answer came: `held` is what the worker has of it; it `refused` some for want of capacity."""
-        self._busy = False
+        self._sent_at = None
         self.probing = refused and not held
         self._draining = self._draining or draining
         if refused:
@@ -101,12 +102,12 @@ class Worker:
 
     def unwritten(self, seq: int) -> None:
         """The batch was certainly never written."""
-        self._busy = False
+        self._sent_at = None
         self._unseen = deque(d for d in self._unseen if d.seq != seq)
 
     def unknown(self, seq: int) -> None:
         """Nobody knows whether the worker has the batch: it counts until a report must have counted it."""
-        self._busy = False
+        self._sent_at = None
         for dispatch in self._unseen:
             if dispatch.seq == seq:
                 dispatch.failed_at = self._clock.monotonic()
@@ -152,9 +153,11 @@ class Worker:
             return "stale"
         if self._refused_seq is not None:
             return "refused"
-        if self._busy:
-            return "busy"
-        return "unseen" if len(self._unseen) >= MAX_UNSEEN else ""
+        if len(self._unseen) >= MAX_UNSEEN:
+            return "unseen"
+        if self._sent_at is None:
+            return ""
+        return "busy" if self._clock.monotonic() - self._sent_at <= PATIENCE_S else "unanswered"
 
     def _stalled(self, report: worker_pb2.WatchResponse) -> bool:
         return engine_stalled(
@@ -339,6 +342,7 @@ class Fleet:
             worker_id=worker.worker_id,
             incarnation=worker.incarnation,
             estimate=estimate,
-            blocked=worker.state,
+            blocked="" if worker.state == "busy" else worker.state,
+            busy=worker.state == "busy",
             score=self._policy.base_score(estimate),
         )

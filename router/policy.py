@@ -27,6 +27,7 @@ class Candidate:
     incarnation: int
     estimate: Estimate
     blocked: str = ""  # why it takes no work now, whatever the request; empty if it may
+    busy: bool = False  # it may, as soon as it has answered the batch it has just been sent
     score: float = 0.0  # the part of the score that does not depend on the request
 
 

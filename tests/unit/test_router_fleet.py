@@ -139,6 +139,20 @@ def test_load_counts_at_the_decision_and_until_a_report_has_counted_it(fleet: Fl
     assert requests(worker) == 4
 
 
+def test_a_batch_that_is_not_answered_at_once_closes_the_worker_until_it_is(fleet: Fleet, clock: FakeClock) -> None:
+    worker = fleet.add("a:1")
+    fleet.reported(worker, report())
+    seq = place(fleet, worker)
+    (candidate,) = fleet.candidates(LANE)
+    assert (candidate.busy, candidate.blocked) == (True, "")
+    later(fleet, clock, 0.2)
+    (candidate,) = fleet.candidates(LANE)
+    assert (candidate.busy, candidate.blocked, fleet.states()) == (False, "unanswered", {"ready": 1})
+    fleet.answered(worker, seq, [Need(artefact="artefact")], refused=False, draining=False)
+    (candidate,) = fleet.candidates(LANE)
+    assert (candidate.busy, candidate.blocked) == (False, "")
+
+
 def test_what_was_refused_counts_no_longer_and_the_worker_waits_for_a_newer_report(fleet: Fleet) -> None:
     worker = fleet.add("a:1")
     fleet.reported(worker, report())

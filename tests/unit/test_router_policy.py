@@ -20,7 +20,7 @@ def policy(seed: int = 0) -> Policy:
 
 
 def candidate(incarnation: int, estimate: Estimate = IDLE, blocked: str = "") -> Candidate:
-    return Candidate(f"w{incarnation}", incarnation, estimate, blocked, policy().base_score(estimate))
+    return Candidate(f"w{incarnation}", incarnation, estimate, blocked, score=policy().base_score(estimate))
 
 
 @pytest.mark.parametrize(
