@@ -103,3 +103,5 @@ def test_an_engine_that_cannot_start_says_why_and_exits_with_1(
         with pytest.raises(MailboxClosed):
             door.mailbox.recv_all(10.0)
         assert door.process.wait(timeout=10) == 1
+        assert door.process.stderr is not None
+        assert ("Traceback" in door.process.stderr.read()) == (reason == "ENGINE")

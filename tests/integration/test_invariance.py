@@ -32,14 +32,14 @@ PROMPTS = [
     STEM[:16],
     [*STEM[:33], 17],
     [*STEM, *(RNG.randrange(20, 49_000) for _ in range(29))],
-    [RNG.randrange(20, 49_000) for _ in range(28)],
+    [RNG.randrange(20, 49_000) for _ in range(30)],
 ]
 KINDS = [
     m.Sampling(logprobs=3),
     m.Sampling(temperature=0.9, top_p=0.9, seed=11),
     m.Sampling(temperature=1.2, top_k=50, repetition_penalty=1.1, seed=12),
 ]
-TOKENS = 7
+TOKENS = 5
 
 
 def work(key: int, *, scope: bytes = b"", choices: tuple[int, ...] = (0,)) -> m.Admit:

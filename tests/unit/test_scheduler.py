@@ -129,12 +129,14 @@ def test_choices_compute_the_shared_prompt_once_and_only_then_start(scope: bytes
     assert desk.scheduler.pool.counts.used == 2 + 3 + 1
 
 
-def test_choices_that_wait_for_their_first_start_when_it_has_ended() -> None:
+def test_when_the_first_choice_has_ended_the_next_one_computes_the_rest_of_the_prompt_alone() -> None:
     desk = Desk(batch_tokens=16, seqs=8)
-    request = desk.add(1, [5] * 40, 3, choices=2)
+    request = desk.add(1, [5] * 40, 3, choices=3)
     desk.step()
     desk.scheduler.finish(request.sequences[0], Finish.STOP)
     assert shape(desk.step()) == [(1, 16, 16)]
+    assert shape(desk.step()) == [(1, 32, 8)]
+    assert shape(desk.step()) == [(1, 40, 1), (1, 32, 8)]
 
 
 def test_the_most_junior_leaves_and_returns_to_its_cached_prefix() -> None:

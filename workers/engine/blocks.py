@@ -52,6 +52,7 @@ class BlockPool:
         self._free = list(range(total - 1, -1, -1))
         self._cached: dict[int, None] = {}  # insertion order = least recently released first
         self._references = np.zeros(total, np.int32)
+        self._published = np.zeros(total, np.bool_)
         self._keys: dict[int, Key] = {}
         self._index: dict[Key, int] = {}
 
@@ -102,6 +103,7 @@ class BlockPool:
         if key not in self._index:
             self._index[key] = block
             self._keys[block] = key
+            self._published[block] = True
 
     def release(self, blocks: Sequence[int]) -> None:
         """Drops one reference on each; deeper blocks are evicted first, so that a prefix outlives what hangs on it."""
@@ -117,14 +119,14 @@ class BlockPool:
             block = self._index.pop(key, None)
             if block is None:
                 continue
-            del self._keys[block]
+            self._unname(block)
             if block in self._cached:
                 del self._cached[block]
                 self._free.append(block)
 
     def writable(self, blocks: npt.NDArray[np.int32]) -> bool:
         """True when each of `blocks` (int32 [n]) has exactly one holder and is not published."""
-        return bool((self._references[blocks] == 1).all()) and not any(block in self._keys for block in blocks.tolist())
+        return bool(((self._references[blocks] == 1) & ~self._published[blocks]).all())
 
     def check(self, tables: Sequence[npt.NDArray[np.int32]]) -> None:
         """Asserts INV-4 against the block tables (int32 [held]) of all holders."""
@@ -143,5 +145,10 @@ class BlockPool:
     def _evict(self) -> int:
         block = next(iter(self._cached))
         del self._cached[block]
-        del self._index[self._keys.pop(block)]
+        del self._index[self._keys[block]]
+        self._unname(block)
         return block
+
+    def _unname(self, block: int) -> None:
+        del self._keys[block]
+        self._published[block] = False

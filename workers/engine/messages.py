@@ -170,7 +170,10 @@ class Freed(msgspec.Struct, frozen=True, array_like=True, tag="freed"):
 
 
 class Encoded(msgspec.Struct, frozen=True, array_like=True, tag="encoded"):
-    """One embedding of an `Encode`: float32 little-endian, `dim` numbers. The last one has `last`."""
+    """One embedding of an `Encode`: float32 little-endian, `dim` numbers; inputs may come in any order.
+
+    The one with `last` is the request's terminal event: no `Finished` follows it.
+    """
 
     key: int
     index: int
@@ -192,13 +195,13 @@ class Load(msgspec.Struct, frozen=True, array_like=True):
     kv_blocks_free: int  # never used or free
     kv_blocks_cached: int  # evictable prefix-cache blocks
     kv_blocks_used: int
-    oldest_waiting_ms: float
+    oldest_waiting_ms: float  # since the arrival of the oldest request that was in no step yet and is not paused
     max_step_ms: float  # longest step of the last minute
     preemptions: int  # since start
 
 
 class StepOut(msgspec.Struct, frozen=True, array_like=True, tag="step"):
-    """What one engine step produced (also sent without runs when only events or load changed)."""
+    """What one engine step produced (also sent without runs when only events changed). Runs precede events."""
 
     step: int
     duration_ms: float

@@ -93,7 +93,6 @@ def main(arguments: Sequence[str]) -> int:
         _log.info("the door is gone; the engine ends")
         return 1
     except Exception as error:
-        _log.exception("the engine cannot go on")
         return _fault(mailbox, outbox, error)
     return 0
 
@@ -162,6 +161,7 @@ def _fault(mailbox: Mailbox, outbox: Outbox, error: Exception) -> int:
         case ArtefactError() | ConfigError():
             fault = m.Fault("ARTEFACT", str(error))
         case _:
+            _log.error("the engine cannot go on", exc_info=error)
             fault = m.Fault("ENGINE", f"{type(error).__name__}: {error}")
     try:
         outbox.send(fault)

@@ -15,12 +15,14 @@ import bisect
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
+import numpy as np
+
 from shared.errors import Reason
 from workers.engine.batch import BLOCK_SIZE
 from workers.engine.blocks import BlockPool, blocks_for
 from workers.engine.messages import Encode, Finish, Load
 from workers.engine.refusals import Refusal
-from workers.engine.sequence import Request, Sequence, State
+from workers.engine.sequence import Request, Sequence, State, Tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,6 +160,7 @@ class Scheduler:
             spans.append(self._span(sequence, budget))
             budget -= spans[-1].count
         assert bool(spans) == self.runnable, "something could run and no token moves"
+        assert self.pool.writable(_written(spans)), "a shared or published block would be written"
         return Plan(tuple(spans))
 
     def advance(self, span: Span) -> None:
@@ -175,10 +178,11 @@ class Scheduler:
         """Ends a sequence; with its last one the request is gone. Ending twice changes nothing."""
         if sequence.state is State.DONE:
             return
-        (self.running if sequence.state is State.RUNNING else self.waiting).remove(sequence)
+        _drop(self.running if sequence.state is State.RUNNING else self.waiting, sequence)
         self.pool.release(sequence.surrender())
         sequence.state, sequence.finish = State.DONE, why
         request = sequence.request
+        request.alive -= 1
         if request.done:
             del self.requests[request.key]
             if request.private:
@@ -191,12 +195,10 @@ class Scheduler:
         assert self.held <= self.limits.max_held, "more sequences are held than allowed"
 
     def _span(self, sequence: Sequence, budget: int) -> Span:
-        start, wanted = sequence.computed, sequence.length - sequence.computed
+        wanted = sequence.length - sequence.computed
         count = min(budget, wanted)
-        written = sequence.blocks[start // BLOCK_SIZE : blocks_for(start + count)]
-        assert self.pool.writable(written), "a shared or published block would be written"
         samples = count == wanted and not isinstance(sequence.request.spec, Encode)
-        return Span(sequence, start, count, sequence.prefilling, samples)
+        return Span(sequence, sequence.computed, count, sequence.prefilling, samples)
 
     def _decodes(self) -> Iterator[Sequence]:
         for sequence in [sequence for sequence in self.running if not sequence.prefilling]:
@@ -214,11 +216,12 @@ class Scheduler:
             yield sequence
 
     def _ready(self, sequence: Sequence) -> bool:
-        """Choices wait for the first one to compute the prompt that they share with it."""
+        """Choices wait for the first living one to compute the prompt that they share with it."""
         request = sequence.request
-        first = request.sequences[0]
-        leads = sequence is first or isinstance(request.spec, Encode)
-        return not request.paused and (leads or not first.prefilling or first.state is State.DONE)
+        if request.paused or isinstance(request.spec, Encode):
+            return not request.paused
+        first = next(other for other in request.sequences if other.alive)
+        return sequence is first or not first.prefilling
 
     def _admit(self, sequence: Sequence) -> bool:
         """Gives it blocks for all its tokens, cached ones first; at least one token is left to compute."""
@@ -233,7 +236,7 @@ class Scheduler:
         sequence.hold([*cached, *self.pool.take(fresh)])
         sequence.computed = len(cached) * BLOCK_SIZE
         sequence.state = State.RUNNING
-        self.waiting.remove(sequence)
+        _drop(self.waiting, sequence)
         bisect.insort(self.running, sequence, key=_seniority)
         return True
 
@@ -259,7 +262,7 @@ class Scheduler:
         self._to_waiting(victim)
 
     def _to_waiting(self, sequence: Sequence) -> None:
-        self.running.remove(sequence)
+        _drop(self.running, sequence)
         self.pool.release(sequence.surrender())
         sequence.state = State.WAITING
         self._queue(sequence)
@@ -271,8 +274,20 @@ class Scheduler:
         self.pool.forget(_all_keys(request.sequences))
 
 
+def _written(spans: list[Span]) -> Tokens:
+    """Ids of the blocks that the spans write, int32 [n]."""
+    tables = [span.sequence.blocks[span.start // BLOCK_SIZE : blocks_for(span.start + span.count)] for span in spans]
+    return np.concatenate(tables) if tables else np.zeros(0, np.int32)
+
+
 def _seniority(sequence: Sequence) -> tuple[int, int, int]:
     return sequence.order
+
+
+def _drop(line: list[Sequence], sequence: Sequence) -> None:
+    """Takes it out of a line, which is in order of seniority."""
+    removed = line.pop(bisect.bisect_left(line, sequence.order, key=_seniority))
+    assert removed is sequence, "a line is out of order"
 
 
 def _all_keys(sequences: Iterable[Sequence]) -> Iterator[bytes]:

@@ -148,6 +148,7 @@ class Request:
     arrived: float
     deadline: float  # infinity without a budget
     sequences: list[Sequence] = field(default_factory=list)
+    alive: int = 0  # sequences that have not ended
     stop_ids: tuple[int, ...] = ()
     paused: bool = False
     scheduled: float | None = None
@@ -176,7 +177,7 @@ class Request:
     @property
     def done(self) -> bool:
         """True when every sequence has ended."""
-        return not any(sequence.alive for sequence in self.sequences)
+        return self.alive == 0
 
 
 def generation(spec: Admit, rank: int, now: float, ends: Items[int], max_context: int) -> Request:
@@ -189,6 +190,7 @@ def generation(spec: Admit, rank: int, now: float, ends: Items[int], max_context
     for choice in spec.choices:
         emitted = unpack_tokens(choice.emitted)
         request.sequences.append(Sequence(request, choice.index, prompt, emitted, limit, scope))
+    request.alive = len(request.sequences)
     return request
 
 
@@ -200,6 +202,7 @@ def encoding(spec: Encode, rank: int, now: float) -> Request:
         tokens = unpack_tokens(data)
         scope = _private_scope(spec.key, index)
         request.sequences.append(Sequence(request, index, tokens, nothing, len(tokens), scope))
+    request.alive = len(request.sequences)
     return request
 
 
