@@ -28,6 +28,7 @@ _log = logging.getLogger(__name__)
 
 LOOK_S: Final = 0.25
 PAUSE_S: Final = 0.2
+PREPARE_AGAIN_S: Final = 5.0
 MAX_VERSIONS: Final = 10_000
 
 
@@ -129,6 +130,7 @@ class Catalog:
             await self._kits.get(version)
         except TrunklineError as exc:
             _log.warning("%s %s cannot be prepared: %s", version.model, version.version, exc)
+            await asyncio.sleep(PREPARE_AGAIN_S)
             self._prepared.discard(_key(version))
 
     async def _watch(self, address: str, view: _View) -> None:

@@ -31,7 +31,7 @@ _GRACE_S = 1.0  # the owner's own deadline comes first; the call's is a backup
 class Errand(Protocol):
     """A request, as its attempts see it."""
 
-    request_id: bytes
+    raw_id: bytes
     lane: worker_pb2.Lane
     stages: Stages
     span: trace.Span
@@ -110,7 +110,7 @@ class Upstream:
         stamp = course.begin()
         span = self._tracer.start_span(f"attempt {stamp[1]}", context=trace.set_span_in_context(errand.span))
         stages = errand.stages.attempt_began(self._clock.monotonic())
-        attempt = Attempt(errand.request_id, stamp, errand.lane, errand.work, stages, span, errand.bound)
+        attempt = Attempt(errand.raw_id, stamp, errand.lane, errand.work, stages, span, errand.bound)
         errand.queued(attempt)
         request = errand.submission(stamp)
         request.excluded.extend(course.excluded)
