@@ -5,8 +5,10 @@ Owns shapes and dtypes only. The one rule: a decode step is a ragged step whose 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 BLOCK_SIZE = 16
@@ -43,4 +45,11 @@ class KVCache:
     ) -> KVCache:
         """A pool of `blocks` blocks."""
         shape = (layers, blocks, kv_heads, BLOCK_SIZE, head_dim)
-        return cls(torch.zeros(shape, dtype=dtype, device=device), torch.zeros(shape, dtype=dtype, device=device))
+        return cls(_zeros(shape, dtype, device), _zeros(shape, dtype, device))
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Zeros. On a CPU their pages come from the kernel at first use: filling gigabytes would only delay the start."""
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    return torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, np.uint8)).view(dtype).view(shape)
