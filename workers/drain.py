@@ -48,6 +48,7 @@ class Drain:
         await self._settled(grace_s, lambda: self._release and not alone)
         self._door.release()
         await self._settled(HAND_BACK_S, lambda: False)
+        self._door.close()
 
     async def _settled(self, most_s: float, enough: Callable[[], bool]) -> None:
         """Returns when nothing is held, after `most_s` seconds, or when it is `enough`."""

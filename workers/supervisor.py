@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -78,7 +79,7 @@ class Life:
         self.ready = False
         self.why = ""  # it has to end, or has ended
         self._user = user
-        self._process: asyncio.subprocess.Process | None = None
+        self._process: subprocess.Popen[bytes] | None = None
         self._mailbox: AsyncMailbox | None = None
         self._silent = asyncio.Event()  # nothing more will be heard
 
@@ -86,16 +87,10 @@ class Life:
         """Starts it and waits for its end, however that comes; cancelled, it kills it."""
         ours, theirs = socket_pair()
         with theirs:
-            self._process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-m", "workers.lifeline", str(os.getpid())),
-                *(program.module, *program.arguments(theirs.fileno())),
-                pass_fds=(theirs.fileno(),),
-                env={**os.environ, **program.environment},
-                stdin=asyncio.subprocess.DEVNULL,
-            )
+            self._process = _start(program, theirs.fileno())
         self._mailbox = AsyncMailbox(ours, self._hear, self._silent.set)
         try:
-            status = await self._process.wait()
+            status = await _exit(self._process)
             async with asyncio.timeout(LAST_WORDS_S):
                 await self._silent.wait()
             self.end(_said(status))
@@ -108,18 +103,18 @@ class Life:
             if self.ready:
                 self._user.engine_ended(self.why)
 
+    def end(self, why: str) -> None:
+        """Kills it if it lives; the first reason stays."""
+        self.why = self.why or why
+        if self._process is not None:
+            self._process.kill()  # does nothing where its end is known
+
     async def _reap(self) -> None:
         """A killed process is gone in no time; one that the kernel holds is left to it."""
         assert self._process is not None
         with suppress(TimeoutError):
             async with asyncio.timeout(LAST_WORDS_S):
-                await self._process.wait()
-
-    def end(self, why: str) -> None:
-        """Kills it if it lives; the first reason stays."""
-        self.why = self.why or why
-        if self._process is not None and self._process.returncode is None:
-            self._process.kill()
+                await _exit(self._process)
 
     def send(self, message: m.ToEngine) -> None:
         """To the engine. One that reads nothing is ended."""
@@ -214,6 +209,34 @@ class Supervisor:
         while True:
             await asyncio.sleep(WATCH_S)
             life.watch()
+
+
+def _start(program: Program, fd: int) -> subprocess.Popen[bytes]:
+    """The process, with its mailbox at `fd`. Plain Popen starts it by vfork: an event loop's own way forks this process
+    with its gRPC threads, which gRPC notices and complains of."""
+    return subprocess.Popen(
+        [
+            *(sys.executable, "-m", "workers.lifeline", str(os.getpid())),
+            *(program.module, *program.arguments(fd)),
+        ],
+        pass_fds=(fd,),
+        env={**os.environ, **program.environment},
+        stdin=subprocess.DEVNULL,
+    )
+
+
+async def _exit(process: subprocess.Popen[bytes]) -> int:
+    """Waits for its end; the status."""
+    ended, loop = asyncio.Event(), asyncio.get_running_loop()
+    if process.poll() is None:
+        fd = os.pidfd_open(process.pid)
+        try:
+            loop.add_reader(fd, ended.set)
+            await ended.wait()
+        finally:
+            loop.remove_reader(fd)
+            os.close(fd)
+    return process.wait()
 
 
 def _said(status: int) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from shared.clock import Clock
-from shared.errors import Reason
+from shared.errors import Reason, TrunklineError
 from shared.wire import ORPHAN_GRACE_S, TOMBSTONE_S
 from trunkline.worker.v1 import worker_pb2
 from workers.door import events
@@ -41,6 +41,7 @@ class Door:
     """See the module."""
 
     def __init__(self, worker_id: str, build: str, clock: Clock, observer: Observer, limits: Limits) -> None:
+        self.closed = False
         self._clock = clock
         self._limits = limits
         self._outlets = Outlets(clock, limits.orphan_grace_s)
@@ -108,6 +109,12 @@ class Door:
         for delivery in self._holdings.live:
             event = events.released(worker_pb2.Released.WHY_DRAINING, "the worker drains")
             self._holdings.end(delivery, event, "released")
+
+    def close(self) -> None:
+        """Everything is settled: streams end, to gateways and routers alike."""
+        self.closed = True
+        self._outlets.clear(TrunklineError(Reason.DRAINING, "the worker has drained"))
+        self.loads.changed()
 
     def tick(self) -> None:
         """What happens by time alone."""

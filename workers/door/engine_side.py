@@ -6,6 +6,8 @@ door never repairs what an engine says.
 
 from __future__ import annotations
 
+import msgspec
+
 from shared.clock import Clock
 from shared.errors import Reason, TrunklineError
 from shared.wire import HEARTBEAT_S, engine_stalled
@@ -16,7 +18,7 @@ from workers.door.execution import EngineBroken, Execution, Stage
 from workers.door.holdings import Holdings, Observer, Send
 from workers.door.intake import Served
 from workers.door.ledger import Capacity
-from workers.door.load import IDLE, Loads
+from workers.door.load import NOTHING, Loads
 from workers.door.stream import Pulse
 from workers.engine import messages as m
 
@@ -44,7 +46,7 @@ class EngineSide:
     def up(self, served: Served, capacity: Capacity, send: Send) -> None:
         """An engine is ready and empty."""
         self._holdings.engine_up(served, capacity, send)
-        self._loads.served = served
+        self._loads.served, self._loads.engine = served, _unused(served)
         self._loads.changed()
         self._heard_at = self._moved_at = self._clock.monotonic()
 
@@ -54,7 +56,7 @@ class EngineSide:
         self._holdings.outlets.clear(
             TrunklineError(Reason.WORKER_LOST, "the engine has ended; the next one is a new incarnation")
         )
-        self._loads.engine = IDLE
+        self._loads.engine = NOTHING
         self._loads.changed()
 
     def says(self, said: m.StepOut | m.Tick) -> None:
@@ -183,6 +185,11 @@ class EngineSide:
             cached_tokens=execution.scheduled.cached_tokens if execution.scheduled else 0,
             preemptions=0,
         )
+
+
+def _unused(served: Served) -> m.Load:
+    """The load of an engine that has said nothing yet."""
+    return msgspec.structs.replace(NOTHING, kv_blocks_free=served.kv_tokens // served.block_size)
 
 
 def _failed(event: m.Failed) -> worker_pb2.RequestEvent:

@@ -15,14 +15,14 @@ from workers.door.holdings import Holdings
 from workers.door.intake import Served
 from workers.engine import messages as m
 
-IDLE = m.Load(0, 0, 0, 0, 0, 0, 0.0, 0.0, 0)
+NOTHING = m.Load(0, 0, 0, 0, 0, 0, 0.0, 0.0, 0)
 
 
 class Loads:
     """See the module."""
 
     def __init__(self, holdings: Holdings, clock: Clock) -> None:
-        self.engine = IDLE
+        self.engine = NOTHING
         self.served: Served | None = None  # now, or last
         self.listeners: set[Callable[[], None]] = set()  # called when a number may have changed
         self._holdings = holdings

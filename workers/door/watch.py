@@ -24,8 +24,6 @@ Versions = Callable[[], Sequence[common_pb2.ModelVersion]]
 class Watch:
     """One router's stream."""
 
-    done = False  # its reader ends it
-
     def __init__(
         self,
         door: Door,
@@ -50,6 +48,11 @@ class Watch:
         """Something may be different."""
         self._dirty = True
         self._wake()
+
+    @property
+    def done(self) -> bool:
+        """The worker has nothing more to report."""
+        return self._door.closed
 
     @property
     def due(self) -> float:
