@@ -19,12 +19,22 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp
 
+from gateway import prompt
 from gateway.auth import Authenticator, Principal
 from gateway.http import errors, requests
-from gateway.http.core import Generation, Generations, Models, Operation
-from gateway.http.forms import ChatForm, CompletionForm, Form
+from gateway.http.core import Embedding, Embeddings, Generation, Generations, Models, Operation
+from gateway.http.forms import ChatForm, CompletionForm, Form, embeddings_body
 from gateway.http.play import StreamAnswer, WholeAnswer, play, while_present
-from gateway.openai_types import ChatRequest, CompletionRequest, Generate, bad_fields
+from gateway.kit import Kit
+from gateway.openai_types import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    EmbeddingRequest,
+    Generate,
+    TokenizeRequest,
+    bad_fields,
+)
 from gateway.openai_types import Form as Body
 from shared.clock import Clock
 from shared.errors import Reason, TrunklineError, Violation
@@ -38,6 +48,9 @@ _CHAT: Final = ChatForm()
 _COMPLETION: Final = CompletionForm()
 _CHAT_BODY: Final = Body(ChatRequest, "chat")
 _COMPLETION_BODY: Final = Body(CompletionRequest, "completions")
+_EMBEDDING_BODY: Final = Body(EmbeddingRequest, "embeddings")
+_TOKENIZE_BODY: Final = Body(TokenizeRequest, "tokenize")
+_DETOKENIZE_BODY: Final = Body(DetokenizeRequest, "detokenize")
 
 Endpoint = Callable[[Request], Awaitable[ASGIApp]]
 Rename = Callable[[str], str]
@@ -47,10 +60,17 @@ class Faces:
     """The endpoints over their collaborators."""
 
     def __init__(
-        self, authenticator: Authenticator, generations: Generations, models: Models, clock: Clock, rng: Rng
+        self,
+        authenticator: Authenticator,
+        generations: Generations,
+        embeddings: Embeddings,
+        models: Models,
+        clock: Clock,
+        rng: Rng,
     ) -> None:
         self._authenticator = authenticator
         self._generations = generations
+        self._embeddings = embeddings
         self._models = models
         self._clock = clock
         self._rng = rng
@@ -60,6 +80,9 @@ class Faces:
         return [
             self._route("/v1/chat/completions", self.chat, "POST"),
             self._route("/v1/completions", self.completions, "POST"),
+            self._route("/v1/embeddings", self.embeddings, "POST"),
+            self._route("/tokenize", self.tokenize, "POST"),
+            self._route("/detokenize", self.detokenize, "POST"),
             self._route("/v1/models", self.list_models, "GET"),
             self._route("/v1/models/{model:path}", self.get_model, "GET"),
         ]
@@ -77,6 +100,40 @@ class Faces:
         asked = _COMPLETION_BODY.read(await _body(request))
         specs = requests.completion_specs(asked)
         return await self._generate(request, principal, asked, specs, _COMPLETION, "text_completion")
+
+    async def embeddings(self, request: Request) -> ASGIApp:
+        """POST /v1/embeddings."""
+        principal = self._principal(request)
+        asked = _EMBEDDING_BODY.read(await _body(request))
+        self._authenticator.authorize(principal, "embed", asked.model)
+        made = requests.embed_request(asked)
+        scope = self._embeddings.start(
+            made, principal, budget_ms=_budget_ms(request), trace_parent=_trace_parent(request)
+        )
+        answer = await while_present(request.receive, _embedded(scope), _never())
+        as_base64 = asked.encoding_format == "base64"
+        return _json(embeddings_body(answer, asked.model, as_base64), {"x-request-id": answer.request_id})
+
+    async def tokenize(self, request: Request) -> ASGIApp:
+        """POST /tokenize: a text as a prompt, or a chat as its template renders it."""
+        principal = self._principal(request)
+        asked = _TOKENIZE_BODY.read(await _body(request))
+        self._authenticator.authorize(principal, "generate", asked.model)
+        spec, special = requests.tokenize_spec(asked)
+        version = self._models.choose(asked.model)
+        kit = await self._models.kit(version)
+        ids = await prompt.off_loop(prompt.size(spec), lambda: _encode(kit, spec, special))
+        return _json({"count": len(ids), "max_model_len": version.max_context, "tokens": ids})
+
+    async def detokenize(self, request: Request) -> ASGIApp:
+        """POST /detokenize: the text of token ids, special ones included."""
+        principal = self._principal(request)
+        asked = _DETOKENIZE_BODY.read(await _body(request))
+        self._authenticator.authorize(principal, "generate", asked.model)
+        tokenizer = (await self._models.kit(self._models.choose(asked.model))).tokenizer
+        ids = asked.tokens
+        text = await prompt.off_loop(4 * len(ids), lambda: tokenizer.decode(ids, skip_special=False))
+        return _json({"prompt": text})
 
     async def list_models(self, request: Request) -> ASGIApp:
         """GET /v1/models: those the key may use."""
@@ -105,13 +162,14 @@ class Faces:
     ) -> ASGIApp:
         self._authenticator.authorize(principal, "generate", asked.model)
         budget_ms, trace_parent = _budget_ms(request), _trace_parent(request)
-        scopes = [
-            _in_the_clients_words(
-                self._generations.start(
-                    spec, principal, operation=operation, budget_ms=budget_ms, trace_parent=trace_parent
-                ),
-                requests.renames(asked, place if len(specs) > 1 else None),
+
+        def start(spec: inference_pb2.GenerationSpec) -> AbstractAsyncContextManager[Generation]:
+            return self._generations.start(
+                spec, principal, operation=operation, budget_ms=budget_ms, trace_parent=trace_parent
             )
+
+        scopes = [
+            _in_the_clients_words(start, spec, requests.renames(asked, place if len(specs) > 1 else None))
             for place, spec in enumerate(specs)
         ]
         choices = asked.n or 1
@@ -119,7 +177,7 @@ class Faces:
             with_usage = bool(asked.stream_options and asked.stream_options.include_usage)
             return StreamAnswer(form, choices, self._clock, self._new_id(), scopes, with_usage)
         answer = WholeAnswer(form, choices, self._clock, self._new_id())
-        await while_present(request.receive, play(scopes, answer))
+        await while_present(request.receive, play(scopes, answer), _never())
         return _json(answer.body(), answer.headers())
 
     def _principal(self, request: Request) -> Principal:
@@ -189,6 +247,22 @@ def _trace_parent(request: Request) -> tuple[str, str]:
     return request.headers.get("traceparent", ""), request.headers.get("tracestate", "")
 
 
+def _encode(kit: Kit, spec: inference_pb2.GenerationSpec, special: bool) -> list[int]:
+    if spec.WhichOneof("input") == "prompt":
+        return kit.tokenizer.encode(spec.prompt, special)
+    return prompt.encode(kit, spec)
+
+
+def _never() -> asyncio.Future[None]:
+    """A whole answer is sent after its work: nobody can be slow to take it meanwhile."""
+    return asyncio.get_running_loop().create_future()
+
+
+async def _embedded(scope: AbstractAsyncContextManager[Embedding]) -> inference_pb2.EmbedResponse:
+    async with scope as embedding:
+        return await embedding.answer()
+
+
 def _json(data: dict[str, Any], headers: dict[str, str] | None = None) -> Response:
     return Response(msgspec.json.encode(data), headers=headers, media_type=errors.JSON)
 
@@ -206,11 +280,13 @@ def _model(version: common_pb2.ModelVersion) -> dict[str, Any]:
 
 @asynccontextmanager
 async def _in_the_clients_words(
-    scope: AbstractAsyncContextManager[Generation], rename: Rename
+    start: Callable[[inference_pb2.GenerationSpec], AbstractAsyncContextManager[Generation]],
+    spec: inference_pb2.GenerationSpec,
+    rename: Rename,
 ) -> AsyncIterator[Generation]:
-    """The same scope, whose refusals name fields as the client wrote them."""
+    """The generation's scope, whose refusals name fields as the client wrote them."""
     try:
-        async with scope as generation:
+        async with start(spec) as generation:
             yield generation
     except TrunklineError as exc:
         if not exc.violations:

@@ -1,24 +1,33 @@
-"""What the HTTP faces need of the gateway behind them. Interfaces only; `gateway.generation` is the real thing."""
+"""What the HTTP faces need of the gateway behind them. Interfaces only; `gateway.generation` and its neighbours are the
+real things."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import Literal, Protocol
 
 from gateway.auth import Principal
+from gateway.kit import Kit
 from gateway.ledger import Headroom
 from trunkline.common.v1 import common_pb2
 from trunkline.inference.v1 import inference_pb2
 
-Operation = Literal["chat", "text_completion", "embeddings"]
+Operation = Literal["chat", "text_completion"]
 
 
 class Generation(Protocol):
     """One admitted generation."""
 
+    on_stuck: Callable[[], object]  # called once if its client takes nothing for too long
+
     @property
-    def request_id(self) -> str:
+    def id(self) -> str:
+        """32 hexadecimal digits."""
+        ...
+
+    @property
+    def trace_id(self) -> str:
         """32 hexadecimal digits."""
         ...
 
@@ -44,7 +53,30 @@ class Generations(Protocol):
         budget_ms: int | None,
         trace_parent: tuple[str, str],
     ) -> AbstractAsyncContextManager[Generation]:
-        """A scope that admits on entry (raises TrunklineError) and cancels on exit what is not finished."""
+        """A scope that admits on entry (raises TrunklineError) and cancels on exit what is not over."""
+        ...
+
+
+class Embedding(Protocol):
+    """One admitted request to embed."""
+
+    async def answer(self) -> inference_pb2.EmbedResponse:
+        """Wait for the end. Raises TrunklineError."""
+        ...
+
+
+class Embeddings(Protocol):
+    """Where embeddings come from."""
+
+    def start(
+        self,
+        request: inference_pb2.EmbedRequest,
+        principal: Principal,
+        *,
+        budget_ms: int | None,
+        trace_parent: tuple[str, str],
+    ) -> AbstractAsyncContextManager[Embedding]:
+        """As for generations."""
         ...
 
 
@@ -52,5 +84,13 @@ class Models(Protocol):
     """What is served."""
 
     def versions(self, model: str | None = None) -> Sequence[common_pb2.ModelVersion]:
-        """All versions, or those of one model."""
+        """All versions, or those of one model, newest first."""
+        ...
+
+    def choose(self, model: str) -> common_pb2.ModelVersion:
+        """The version that takes a request. Raises MODEL_UNKNOWN."""
+        ...
+
+    async def kit(self, version: common_pb2.ModelVersion) -> Kit:
+        """Tokenizer and template of a version. Raises NO_REPLICA."""
         ...

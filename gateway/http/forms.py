@@ -6,6 +6,8 @@ every token passes here; everything else goes through the general encoder.
 
 from __future__ import annotations
 
+import base64
+import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, Protocol
@@ -202,6 +204,25 @@ def usage_body(usage: common_pb2.Usage) -> dict[str, Any]:
         "total_tokens": usage.prompt_tokens + usage.completion_tokens,
         "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
     }
+
+
+def embeddings_body(answer: inference_pb2.EmbedResponse, model: str, as_base64: bool) -> dict[str, Any]:
+    """The answer of /v1/embeddings; in base64 the numbers are little-endian fp32."""
+    data = [
+        {"object": "embedding", "index": place, "embedding": _vector(item.values, as_base64)}
+        for place, item in enumerate(answer.embeddings)
+    ]
+    usage = {"prompt_tokens": answer.usage.prompt_tokens, "total_tokens": answer.usage.prompt_tokens}
+    extension = {
+        "request_id": answer.request_id,
+        "trace_id": answer.receipt.trace_id,
+        "receipt": receipt_body(answer.receipt),
+    }
+    return {"object": "list", "data": data, "model": model, "usage": usage, "trunkline": extension}
+
+
+def _vector(values: Sequence[float], as_base64: bool) -> str | list[float]:
+    return base64.b64encode(struct.pack(f"<{len(values)}f", *values)).decode() if as_base64 else list(values)
 
 
 def receipt_body(receipt: common_pb2.Receipt) -> dict[str, Any]:

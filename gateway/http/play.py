@@ -8,9 +8,9 @@ that what fails before is a plain HTTP error.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Coroutine, Sequence
 from contextlib import AbstractAsyncContextManager, aclosing
-from typing import Any, Final, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from starlette.types import Receive, Scope, Send
 
@@ -23,8 +23,6 @@ from shared.errors import Reason, TrunklineError
 from trunkline.common.v1 import common_pb2
 from trunkline.inference.v1 import inference_pb2
 
-SLOW_READER_S: Final = 30.0  # for how long a client may take nothing of its stream
-WATCH_S: Final = 5.0
 _T = TypeVar("_T")
 
 Scopes = Sequence[AbstractAsyncContextManager[Generation]]
@@ -41,8 +39,8 @@ class Part:
     def extension(self) -> dict[str, Any]:
         """Ids and receipt."""
         return {
-            "request_id": self.generation.request_id,
-            "trace_id": self.started.trace_id,
+            "request_id": self.generation.id,
+            "trace_id": self.generation.trace_id,
             "version": self.started.version,
             "receipt": receipt_body(self.finished.receipt),
         }
@@ -76,17 +74,20 @@ class Answer:
 
     def headers(self) -> dict[str, str]:
         """Response headers as of now."""
-        first = next((part.generation for part in self._parts.values()), None)
-        return {
-            "x-request-id": first.request_id if first else self._answer_id,
+        made = {
+            "x-request-id": self._answer_id,
             "openai-processing-ms": str(round((self._clock.monotonic() - self._began) * 1000)),
-            **(_limit_headers(first.headroom) if first and first.headroom else {}),
         }
+        for part in list(self._parts.values())[:1]:
+            first = part.generation
+            made |= {"x-request-id": first.id, "x-trace-id": first.trace_id}
+            made |= _limit_headers(first.headroom) if first.headroom else {}
+        return made
 
     def head(self) -> tuple[str, int, str]:
         """(id, created in seconds, model)."""
         first = next(iter(self._parts.values()))
-        response_id = self._form.id_prefix + first.generation.request_id
+        response_id = self._form.id_prefix + first.generation.id
         return response_id, first.started.created_ms // 1000, first.started.model
 
     def usage(self) -> dict[str, Any]:
@@ -149,19 +150,24 @@ class StreamAnswer(Answer):
         self._with_usage = with_usage
         self._chunks: Chunks | None = None  # there once the stream is committed
         self._send: Send
-        self._sending_since: float | None = None
+        self._stuck: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._turn = asyncio.Lock()  # several prompts write to one stream
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer. A failure before the first text is an HTTP error, after it an event."""
         self._send = send
         try:
-            await while_present(receive, self._stream(), self._is_stuck)
+            await while_present(receive, self._stream(), self._stuck)
         except TrunklineError as exc:
             if self._chunks is None:
                 await errors.response(exc, self.headers())(scope, receive, send)
             elif exc.reason not in (Reason.CLIENT_GONE, Reason.SLOW_READER):
                 await self._write(event(errors.body(exc)) + DONE, more=False)
+
+    def begin(self, prompt: int, generation: Generation) -> None:
+        """A prompt's generation was admitted; it says when the client has taken nothing for too long."""
+        super().begin(prompt, generation)
+        generation.on_stuck = self._give_up
 
     async def take(self, prompt: int, response: inference_pb2.GenerateResponse) -> None:
         """An event; text is written at once."""
@@ -176,6 +182,10 @@ class StreamAnswer(Answer):
                 await self._write(HEARTBEAT)
             case _:
                 await super().take(prompt, response)
+
+    def _give_up(self) -> None:
+        if not self._stuck.done():
+            self._stuck.set_result(None)
 
     async def _stream(self) -> None:
         try:
@@ -205,12 +215,7 @@ class StreamAnswer(Answer):
 
     async def _write(self, data: bytes, more: bool = True) -> None:
         async with self._turn:
-            self._sending_since = self._clock.monotonic()
             await self._send({"type": "http.response.body", "body": data, "more_body": more})
-            self._sending_since = None
-
-    def _is_stuck(self) -> bool:
-        return self._sending_since is not None and self._clock.monotonic() - self._sending_since > SLOW_READER_S
 
 
 def _limit_headers(left: Headroom) -> dict[str, str]:
@@ -257,31 +262,23 @@ async def _play(prompt: int, scope: AbstractAsyncContextManager[Generation], pla
                 await player.take(prompt, response)
 
 
-async def while_present(
-    receive: Receive, work: Coroutine[Any, Any, _T], is_stuck: Callable[[], bool] = lambda: False
-) -> _T:
-    """The result of `work`, which is cancelled when the client leaves (CLIENT_GONE) or takes nothing (SLOW_READER)."""
-    watching = asyncio.create_task(_watch(receive, is_stuck))
-    working = asyncio.create_task(work)
+async def while_present(receive: Receive, work: Coroutine[Any, Any, _T], stuck: asyncio.Future[None]) -> _T:
+    """The result of `work`, which is cancelled when the client leaves (CLIENT_GONE) or is `stuck` (SLOW_READER)."""
+    working, leaving = asyncio.create_task(work), asyncio.create_task(_leaves(receive))
     try:
-        await asyncio.wait((working, watching), return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait((working, leaving, stuck), return_when=asyncio.FIRST_COMPLETED)
         if working.done():
             return working.result()
-        raise watching.result()
+        if leaving.done():
+            raise TrunklineError(Reason.CLIENT_GONE, "The client left.")
+        raise TrunklineError(Reason.SLOW_READER, "The client took nothing for too long.")
     finally:
-        for task in (working, watching):
-            task.cancel()
-        await asyncio.gather(working, watching, return_exceptions=True)
+        working.cancel()
+        leaving.cancel()
+        await asyncio.gather(working, leaving, return_exceptions=True)
 
 
-async def _watch(receive: Receive, is_stuck: Callable[[], bool]) -> TrunklineError:
-    """Return once the client is gone or stuck. The body has been read, so all that can come is the disconnect."""
-    while not is_stuck():
-        try:
-            async with asyncio.timeout(WATCH_S):
-                while (await receive())["type"] != "http.disconnect":
-                    pass
-            return TrunklineError(Reason.CLIENT_GONE, "The client left.")
-        except TimeoutError:
-            continue
-    return TrunklineError(Reason.SLOW_READER, f"The client took nothing for {SLOW_READER_S:g} s.")
+async def _leaves(receive: Receive) -> None:
+    """Return once the client is gone. The body has been read, so all that can come is the disconnect."""
+    while (await receive())["type"] != "http.disconnect":
+        pass

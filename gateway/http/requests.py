@@ -16,9 +16,11 @@ from gateway.openai_types import (
     Generate,
     Message,
     Prompt,
+    TokenizeRequest,
     bad_fields,
     not_served,
 )
+from gateway.validate import MAX_EMBED_INPUTS
 from shared.errors import Violation
 from trunkline.inference.v1 import inference_pb2
 
@@ -70,19 +72,31 @@ def completion_specs(request: CompletionRequest) -> list[inference_pb2.Generatio
     return specs
 
 
-def embed_request(request: EmbeddingRequest, max_inputs: int) -> inference_pb2.EmbedRequest:
+def embed_request(request: EmbeddingRequest) -> inference_pb2.EmbedRequest:
     """The embedding call. Raises BAD_FIELD."""
     if request.encoding_format not in (None, "float", "base64"):
         raise bad_fields([Violation("encoding_format", "must be float or base64")])
     made = inference_pb2.EmbedRequest(model=request.model)
     if request.normalize is not None:
         made.normalize = request.normalize
-    for item in prompts(request.input, "input", max_inputs):
+    for item in prompts(request.input, "input", MAX_EMBED_INPUTS):
         if isinstance(item, str):
             made.inputs.add(text=item)
         else:
             made.inputs.add().token_ids.ids.extend(item)
     return made
+
+
+def tokenize_spec(request: TokenizeRequest) -> tuple[inference_pb2.GenerationSpec, bool]:
+    """What to tokenise, and whether with the tokenizer's special tokens. Raises BAD_FIELD, FEATURE_OFF."""
+    if (request.prompt is None) == (request.messages is None):
+        raise bad_fields([Violation("prompt", "either prompt or messages is needed")])
+    spec = inference_pb2.GenerationSpec(model=request.model)
+    if request.messages is not None:
+        spec.chat.messages.extend(chat_messages(request.messages))
+    else:
+        spec.prompt = request.prompt or ""
+    return spec, request.add_special_tokens is not False
 
 
 def chat_messages(messages: Sequence[Message]) -> list[inference_pb2.ChatMessage]:

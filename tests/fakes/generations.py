@@ -1,6 +1,7 @@
 """A gateway core for tests of its faces: generations that play scripts, and the HTTP faces over them on a real socket.
 
-The one rule: a script is a list of steps per prompt: text to say, seconds to wait, HEARTBEAT, or an error to fail with.
+The one rule: a script is a list of steps per prompt: text to say, seconds to wait, HEARTBEAT, an error to fail with, or
+STUCK, which finds after a moment that the client takes nothing.
 """
 
 from __future__ import annotations
@@ -11,18 +12,26 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
+import tokenizers
 import uvicorn
 from starlette.types import ASGIApp
+from tokenizers import decoders, models, pre_tokenizers, processors
 from uvicorn.server import ServerState
 
 from gateway.auth import Principal
+from gateway.chat import ChatTemplate
+from gateway.kit import Kit
 from gateway.ledger import Headroom
-from shared.errors import TrunklineError
+from gateway.tokens import Tokenizer
+from shared.clock import SYSTEM_CLOCK
+from shared.errors import Reason, TrunklineError
 from shared.ports import address_of, listen
 from trunkline.common.v1 import common_pb2
 from trunkline.inference.v1 import inference_pb2
 
 HEARTBEAT = object()
+STUCK = object()
+HEADROOM = Headroom(100, 99, 0.6, 10_000, 9_000, 6.0)
 Step = str | float | TrunklineError | object
 MODEL = "small"
 VERSION = common_pb2.ModelVersion(
@@ -50,23 +59,24 @@ class FakeGeneration:
     call: Call
     script: Sequence[Step]
     number: int
+    on_stuck: Callable[[], object] = lambda: None
+    trace_id: str = "ab" * 16
+    headroom: Headroom | None = HEADROOM
 
     @property
-    def request_id(self) -> str:
+    def id(self) -> str:
         """Different for every call."""
         return f"{self.number:032x}"
-
-    headroom = Headroom(100, 99, 0.6, 10_000, 9_000, 6.0)
 
     async def events(self) -> AsyncGenerator[inference_pb2.GenerateResponse, None]:
         """The script for every choice, then the end."""
         spec, tokens = self.call.spec, 0
         yield inference_pb2.GenerateResponse(
             started=inference_pb2.Started(
-                request_id=self.request_id,
+                request_id=self.id,
                 model=spec.model,
                 version="v1",
-                trace_id="ab" * 16,
+                trace_id=self.trace_id,
                 created_ms=1_700_000_000_999,
             )
         )
@@ -81,6 +91,8 @@ class FakeGeneration:
                 await asyncio.sleep(step)
             elif isinstance(step, Exception):
                 raise step
+            elif step is STUCK:
+                asyncio.get_running_loop().call_later(0.1, self.on_stuck)
             else:
                 yield inference_pb2.GenerateResponse(heartbeat=inference_pb2.Heartbeat())
         self.call.finished = True
@@ -138,9 +150,69 @@ class FakeGenerations:
         finally:
             call.left.set()
 
+
+class FakeEmbeddings:
+    """Embeds every input as its place and its size, three numbers wide."""
+
+    def __init__(self) -> None:
+        self.requests: list[inference_pb2.EmbedRequest] = []
+
+    @asynccontextmanager
+    async def start(
+        self,
+        request: inference_pb2.EmbedRequest,
+        principal: Principal,
+        *,
+        budget_ms: int | None,
+        trace_parent: tuple[str, str],
+    ) -> AsyncIterator[FakeEmbedding]:
+        """One request's scope."""
+        self.requests.append(request)
+        yield FakeEmbedding(request)
+
+
+@dataclass
+class FakeEmbedding:
+    """What a face sees of it."""
+
+    request: inference_pb2.EmbedRequest
+
+    async def answer(self) -> inference_pb2.EmbedResponse:
+        """At once."""
+        made = inference_pb2.EmbedResponse(request_id="cd" * 16, usage=common_pb2.Usage(prompt_tokens=9))
+        for place, item in enumerate(self.request.inputs):
+            made.embeddings.add(values=[place, len(item.text) or len(item.token_ids.ids), 0.1])
+        return made
+
+
+class FakeModels:
+    """One model, whose tokens are bytes."""
+
+    def __init__(self) -> None:
+        alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+        model = tokenizers.Tokenizer(models.BPE({char: place for place, char in enumerate(alphabet)}, []))
+        model.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        model.decoder = decoders.ByteLevel()
+        model.add_special_tokens(["<s>"])
+        model.post_processor = processors.TemplateProcessing(
+            single="<s> $A", special_tokens=[("<s>", model.token_to_id("<s>"))]
+        )
+        template = ChatTemplate("{{ messages[0].content }}:", {}, SYSTEM_CLOCK)
+        self._kit = Kit(Tokenizer(model.to_str().encode()), template, {})
+
     def versions(self, model: str | None = None) -> Sequence[common_pb2.ModelVersion]:
-        """One model."""
+        """It."""
         return [VERSION] if model in (None, MODEL) else []
+
+    def choose(self, model: str) -> common_pb2.ModelVersion:
+        """It, or MODEL_UNKNOWN."""
+        if model != MODEL:
+            raise TrunklineError(Reason.MODEL_UNKNOWN, f"The model {model} is not known.")
+        return VERSION
+
+    async def kit(self, version: common_pb2.ModelVersion) -> Kit:
+        """Its own."""
+        return self._kit
 
 
 @asynccontextmanager

@@ -19,7 +19,15 @@ from gateway.auth import Authenticator
 from gateway.http.app import MAX_BODY_BYTES, Faces, build
 from shared.clock import SYSTEM_CLOCK
 from shared.errors import TABLE, Reason, TrunklineError, Violation
-from tests.fakes.generations import HEARTBEAT, MODEL, FakeGenerations, serving
+from tests.fakes.generations import (
+    HEARTBEAT,
+    MODEL,
+    STUCK,
+    FakeEmbeddings,
+    FakeGenerations,
+    FakeModels,
+    serving,
+)
 
 SECRET = "tl_k_test_0123456789abcdefghijABCDEFGHIJ01"
 NARROW = "tl_k_narrow_0123456789abcdefghijABCDEFGHIJ01"
@@ -45,7 +53,8 @@ async def address(core: FakeGenerations, tmp_path: Path) -> AsyncIterator[str]:
     ]
     keys_file = tmp_path / "keys.json"
     keys_file.write_text(json.dumps({"keys": keys}))
-    faces = Faces(Authenticator(keys_file, SYSTEM_CLOCK), core, core, SYSTEM_CLOCK, random.Random(7))
+    authenticator = Authenticator(keys_file, SYSTEM_CLOCK)
+    faces = Faces(authenticator, core, FakeEmbeddings(), FakeModels(), SYSTEM_CLOCK, random.Random(7))
     async with serving(build(faces.routes())) as where:
         yield where
 
@@ -114,6 +123,7 @@ async def test_a_chat_answers_once_with_text_usage_and_receipt(client: openai.As
     assert (extension["request_id"], extension["trace_id"]) == (f"{1:032x}", "ab" * 16)
     assert (extension["receipt"]["total_ms"], extension["receipt"]["worker"]) == (5.5, "w1")
     assert raw.headers["x-request-id"] == f"{1:032x}"
+    assert raw.headers["x-trace-id"] == "ab" * 16
     assert raw.headers["x-ratelimit-remaining-requests"] == "99"
     assert raw.headers["x-ratelimit-reset-tokens"] == "6.000s"
     assert int(raw.headers["openai-processing-ms"]) >= 0
@@ -629,12 +639,8 @@ async def test_a_client_timeout_ends_the_generation(client: openai.AsyncOpenAI, 
         await core.calls[0].left.wait()
 
 
-async def test_a_client_that_reads_nothing_is_given_up(
-    address: str, core: FakeGenerations, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("gateway.http.play.SLOW_READER_S", 0.3)
-    monkeypatch.setattr("gateway.http.play.WATCH_S", 0.1)
-    core.script = lambda _spec: ["x" * 100_000] * 1000
+async def test_a_client_that_reads_nothing_is_given_up(address: str, core: FakeGenerations) -> None:
+    core.script = lambda _spec: [STUCK, *["x" * 100_000] * 1000]
     _, writer = await begin(address)
     async with asyncio.timeout(10):
         call = await core.called()
@@ -652,7 +658,37 @@ async def test_one_connection_carries_requests_one_after_the_other(address: str)
     writer.close()
 
 
-# --- models
+# --- embeddings, tokens, models
+
+
+async def test_texts_and_token_ids_are_embedded_in_order(client: openai.AsyncOpenAI, address: str) -> None:
+    for form in ("float", "base64"):
+        answer = await client.embeddings.create(model=MODEL, input=["a", "bcd"], encoding_format=form)  # type: ignore[call-overload]
+        assert [item.index for item in answer.data] == [0, 1]
+        assert (answer.usage.prompt_tokens, answer.usage.total_tokens) == (9, 9)
+    vectors = (await client.embeddings.create(model=MODEL, input=[[1, 2], [3]])).data  # the client asks for base64
+    assert [[round(number, 6) for number in item.embedding] for item in vectors] == [[0, 2, 0.1], [1, 1, 0.1]]
+    status, headers, body = await post(address, "/v1/embeddings", {"model": MODEL, "input": "x", "dimensions": 2})
+    assert (status, json.loads(body)["error"]["param"]) == (501, "dimensions")
+    status, headers, body = await post(address, "/v1/embeddings", {"model": MODEL, "input": "x"})
+    assert headers["x-request-id"] == json.loads(body)["trunkline"]["request_id"] == "cd" * 16
+    status, _, body = await post(address, "/v1/embeddings", {"model": MODEL, "input": "x", "encoding_format": "hex"})
+    assert (status, json.loads(body)["error"]["param"]) == (400, "encoding_format")
+
+
+async def test_texts_and_chats_become_tokens_and_tokens_text(address: str) -> None:
+    async def tokens(**asked: Any) -> Any:
+        return json.loads((await post(address, "/tokenize", {"model": MODEL, **asked}))[2])
+
+    assert (await tokens(prompt="hé"))["count"] == 4
+    plain = await tokens(prompt="hé", add_special_tokens=False)
+    assert (plain["count"], plain["max_model_len"]) == (3, 100)
+    assert (await tokens(messages=[{"role": "user", "content": "hi"}]))["count"] == 3
+    assert (await tokens())["error"]["param"] == "prompt"
+    _, _, text = await post(address, "/detokenize", {"model": MODEL, "tokens": (await tokens(prompt="hé"))["tokens"]})
+    assert json.loads(text) == {"prompt": "<s>hé"}
+    status, _, _ = await post(address, "/detokenize", {"model": "other", "tokens": [1]})
+    assert status == 404
 
 
 async def test_models_are_listed_and_found(client: openai.AsyncOpenAI, address: str) -> None:
