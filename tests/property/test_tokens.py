@@ -108,7 +108,7 @@ def pushed(tokenizer: Tokenizer, ids: Sequence[int], sizes: random.Random, **how
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(data=st.data(), sizes=st.randoms(use_true_random=False), skip=st.booleans(), after=st.booleans())
 def test_pushes_of_random_ids_join_to_the_decode_of_all(
     kind: Callable[[], Tokenizer], data: st.DataObject, sizes: random.Random, skip: bool, after: bool
@@ -121,7 +121,7 @@ def test_pushes_of_random_ids_join_to_the_decode_of_all(
 
 
 @pytest.mark.parametrize("kind", [byte_level, metaspace, word_piece, without_decoder])
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(data=st.data(), skip=st.booleans())
 def test_decode_of_random_ids_equals_the_library(
     kind: Callable[[], Tokenizer], data: st.DataObject, skip: bool
@@ -131,7 +131,7 @@ def test_decode_of_random_ids_equals_the_library(
     assert tokenizer.decode(ids, skip) == theirs(tokenizer, ids, skip)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(data=st.data(), skip=st.booleans())
 def test_decode_with_byte_fallback_equals_the_library_up_to_how_often_it_says_not_utf8(
     data: st.DataObject, skip: bool
@@ -156,7 +156,7 @@ def test_real_text_comes_back_token_by_token_without_replacement(kind: Callable[
     assert not any("\ufffd" in piece for piece in pieces)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(text=st.text(max_size=60), sizes=st.randoms(use_true_random=False))
 @example(text="\U0010ffff", sizes=random.Random(0))
 def test_any_text_survives_encode_and_streamed_decode(text: str, sizes: random.Random) -> None:
@@ -165,7 +165,7 @@ def test_any_text_survives_encode_and_streamed_decode(text: str, sizes: random.R
     assert "".join(pushed(tokenizer, ids, sizes, skip_special=False)) == text
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(data=st.data())
 def test_a_completion_joins_on_to_its_prompt(data: st.DataObject) -> None:
     tokenizer = byte_fallback()
@@ -188,7 +188,7 @@ def cut_at_first_stop(text: str, stops: Sequence[str], include: bool) -> tuple[s
     return text, None
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=250, deadline=None)
 @given(
     text=st.text("abc", max_size=40),
     stops=st.lists(st.text("abc", min_size=1, max_size=5), min_size=1, max_size=4),
