@@ -130,7 +130,8 @@ def save_golden(path: Path, golden: Golden) -> None:
 
     tensors = {f"prompt.{index}": prompt for index, prompt in enumerate(golden.prompts)}
     tensors |= {name: getattr(golden, name) for name in ("tokens", "margins", "places", "logits")}
-    note = {"prompts": json.dumps(PROMPTS), "reference": f"transformers {transformers.__version__}, fp32, greedy"}
+    # One entry only: safetensors writes several in no fixed order, and the file would never be the same twice.
+    note = {"note": json.dumps({"prompts": PROMPTS, "reference": f"transformers {transformers.__version__}, fp32"})}
     path.write_bytes(save({name: tensor.contiguous() for name, tensor in tensors.items()}, metadata=note))
 
 
