@@ -262,7 +262,7 @@ def _internal(core: Core, tracer: trace.Tracer) -> grpc.aio.Server:
 
 def _web(config: GatewayConfig, core: Core, authenticator: Authenticator) -> HttpServer:
     parts = core.parts
-    faces = Faces(authenticator, core.generations, core.catalog, parts.clock, parts.rng)
+    faces = Faces(authenticator, core.generations, core.embeddings, core.catalog, parts.clock, parts.rng)
     return HttpServer(build([*faces.routes(), *routes(parts.lifecycle)]), config.http_listen)
 
 
