@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from typing import Final
 
@@ -31,7 +31,7 @@ from shared import logging as logs
 from shared import tracing
 from shared.clock import SYSTEM_CLOCK, Clock
 from shared.ids import SYSTEM_RNG, Identity, Rng, new_incarnation
-from shared.lifecycle import AdminServicer, Lifecycle, bind
+from shared.lifecycle import AdminServicer, Lifecycle, bind, listen
 from shared.ops_http import serve_ops
 from shared.peers import Peers, Registration
 from shared.rpc import Channels, add_health, add_reflection, make_server
@@ -178,6 +178,8 @@ async def _serving(
     config: RouterConfig, core: Core, lifecycle: Lifecycle, store: Store | None, tracer: trace.Tracer
 ) -> AsyncIterator[Router]:
     """Servers and registration; on leaving, the order that loses nothing: refuse, answer what is here, close."""
+    for address in (config.grpc_listen, config.admin_listen, config.ops_listen):
+        listen(address).close()  # a port that is taken is told before there are servers, which grpc hates to end unused
     server = make_server(tracer=tracer, public=False, identity=lifecycle.identity)
     service = RouterService(core.dispatcher, core.catalog, core.assets, lifecycle)
     router_pb2_grpc.add_RouterServiceServicer_to_server(service, server)
@@ -186,31 +188,39 @@ async def _serving(
     for each, name in ((server, ROUTER_SERVICE), (admin, ADMIN_SERVICE)):
         add_health(each, lifecycle)
         add_reflection(each, (name,))
-    router = Router(
-        core,
-        lifecycle,
-        grpc=await bind(server, config.grpc_listen),
-        admin=await bind(admin, config.admin_listen),
-        ops=(ops := serve_ops(config.ops_listen, lifecycle)).address,
-    )
-    fields = {"address": _reachable(router.grpc, config), "admin": _reachable(router.admin, config)}
-    registration = Registration(store, lifecycle.identity, fields) if store is not None else None
-    await server.start()
-    await admin.start()
-    register = asyncio.create_task(registration.run()) if registration is not None else None
-    try:
-        yield router
-        lifecycle.drain()
-        core.catalog.wake()
-        core.dispatcher.drain()
-        if registration is not None and register is not None:
-            register.cancel()
-            await registration.close()
+    async with AsyncExitStack() as stack:
+        for each in (server, admin):
+            stack.push_async_callback(each.stop, STOP_S)
+        addresses = [await bind(server, config.grpc_listen), await bind(admin, config.admin_listen)]
+        ops = serve_ops(config.ops_listen, lifecycle)
+        stack.push_async_callback(ops.close)
+        await server.start()
+        await admin.start()
+        async with _registered(config, lifecycle, store, *addresses):
+            yield Router(core, lifecycle, grpc=addresses[0], admin=addresses[1], ops=ops.address)
+            lifecycle.drain()
+            core.catalog.wake()
+            core.dispatcher.drain()
         await core.dispatcher.drained((lifecycle.grace_ms or config.drain_grace_ms) / 1000)
+        core.catalog.close()
+
+
+@asynccontextmanager
+async def _registered(
+    config: RouterConfig, lifecycle: Lifecycle, store: Store | None, grpc: str, admin: str
+) -> AsyncIterator[None]:
+    """In the list of routers inside the scope."""
+    if store is None:
+        yield
+        return
+    fields = {"address": _reachable(grpc, config), "admin": _reachable(admin, config)}
+    registration = Registration(store, lifecycle.identity, fields)
+    refreshing = asyncio.create_task(registration.run())
+    try:
+        yield
     finally:
-        if register is not None:
-            register.cancel()
-        await asyncio.gather(server.stop(STOP_S), admin.stop(STOP_S), ops.close())
+        refreshing.cancel()
+        await registration.close()
 
 
 async def _keep_ready(lifecycle: Lifecycle, fleet: Fleet, store: Store | None) -> None:

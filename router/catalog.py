@@ -29,11 +29,12 @@ class Catalog:
         self._lifecycle = lifecycle
         self._versions: list[common_pb2.ModelVersion] = []
         self._change = asyncio.Event()
+        self._closed = False
         fleet.observe(self._fleet_changed)
 
     async def watch(self) -> AsyncGenerator[router_pb2.WatchModelsResponse]:
-        """The list now, then again at every change, with heartbeats in between. Without end."""
-        while True:
+        """The list now, then again at every change, with heartbeats in between, until `close`."""
+        while not self._closed:
             change = self._change
             draining = self._lifecycle.draining
             yield self._message(heartbeat=False)
@@ -58,6 +59,11 @@ class Catalog:
         """Send the list again: something in the message has changed."""
         change, self._change = self._change, asyncio.Event()
         change.set()
+
+    def close(self) -> None:
+        """End every stream: the router has answered all it had."""
+        self._closed = True
+        self.wake()
 
     def _fleet_changed(self, topology: bool) -> None:
         if not topology:

@@ -20,6 +20,7 @@ from trunkline.worker.v1 import worker_pb2
 
 MAX_UNSEEN = 1024  # batches a worker may leave out of its reports before it gets no more
 FORGET_UNKNOWN_S = 1.0  # a batch of unknown outcome is counted by any report that comes this long after the failure
+FIRST_PAUSE_S, LAST_PAUSE_S = 0.01, 0.5  # after a batch of which everything was refused; doubles with each in a row
 PATIENCE_S = 0.05  # for a batch's answer: so long a request rather waits for the best worker than takes another
 READY = frozenset({"", "busy", "unanswered", "refused", "unseen"})  # states in which a worker counts as a ready replica
 SERVING = READY | {"suspect", "stale"}  # states worth waiting for
@@ -45,7 +46,6 @@ class Worker:
         self.incarnation = 0
         self.versions: dict[Lane, common_pb2.ModelVersion] = {}
         self.state = "starting"  # as `Fleet` judged it last; empty if work may be sent, else why not
-        self.probing = False  # it refused all it was sent last: one request at a time until it takes one
         self.liveness = Liveness(clock)
         self._clock = clock
         self._max_report_age_s = max_report_age_s
@@ -54,6 +54,8 @@ class Worker:
         self._reported_at = clock.monotonic()
         self._draining = False
         self._refused_seq: int | None = None
+        self._refusals = 0  # batches in a row of which it took nothing
+        self._refused_at = 0.0
         self._sent_at: float | None = None  # of the batch that has not been answered
         self._open = False
         self._seq = 0
@@ -68,6 +70,7 @@ class Worker:
             self._unseen.clear()
             self._open = False
             self._refused_seq = None
+            self._refusals = 0
         self.incarnation, self._report, self._draining = report.incarnation, report, report.draining
         self._loads = {load.artefact_hash: load for load in report.loads}
         if self._refused_seq is not None and report.echo_batch_seq >= self._refused_seq:
@@ -92,10 +95,11 @@ class Worker:
     def answered(self, seq: int, held: Sequence[Need], *, refused: bool, draining: bool) -> None:
         """The batch's answer came: `held` is what the worker has of it; it `refused` some for want of capacity."""
         self._sent_at = None
-        self.probing = refused and not held
+        self._refusals = self._refusals + 1 if refused and not held else 0
         self._draining = self._draining or draining
         if refused:
             self._refused_seq = seq
+            self._refused_at = self._clock.monotonic()
         for dispatch in self._unseen:
             if dispatch.seq == seq:
                 dispatch.needs = list(held)
@@ -132,6 +136,16 @@ class Worker:
         """Age of everything known of the worker (INV-7)."""
         return self._clock.monotonic() - self._reported_at
 
+    @property
+    def probing(self) -> bool:
+        """It refused all it was sent last: it gets one request at a time until it takes one."""
+        return self._refusals > 0
+
+    @property
+    def _pause_s(self) -> float:
+        """How long a worker that refused is left alone, newer report or not: it may report as fast as it is asked."""
+        return min(FIRST_PAUSE_S * 2 ** (self._refusals - 1), LAST_PAUSE_S) if self._refusals else 0.0
+
     def judge(self, loop_lag_s: float) -> str:
         """What its state is now: empty if work may be sent, else why not. The gravest reason first."""
         peer = self.liveness.judge(loop_lag_s)
@@ -151,7 +165,7 @@ class Worker:
         """Why a worker that is well takes nothing at the moment; empty if it does."""
         if self.report_age_s > self._max_report_age_s:
             return "stale"
-        if self._refused_seq is not None:
+        if self._refused_seq is not None or self._clock.monotonic() - self._refused_at < self._pause_s:
             return "refused"
         if len(self._unseen) >= MAX_UNSEEN:
             return "unseen"

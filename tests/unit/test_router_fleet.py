@@ -165,14 +165,29 @@ def test_what_was_refused_counts_no_longer_and_the_worker_waits_for_a_newer_repo
     assert (requests(worker), worker.state) == (1, "")
 
 
-def test_a_worker_that_refused_everything_is_probed_until_it_takes_something(fleet: Fleet) -> None:
+def test_a_worker_that_refused_everything_is_probed_until_it_takes_something(fleet: Fleet, clock: FakeClock) -> None:
     worker = fleet.add("a:1")
     fleet.reported(worker, report())
     fleet.answered(worker, place(fleet, worker), [], refused=True, draining=False)
     assert worker.probing
+    clock.advance(0.02)
     fleet.reported(worker, report(echo=1))
     fleet.answered(worker, place(fleet, worker), [Need(artefact="artefact")], refused=False, draining=False)
     assert not worker.probing
+
+
+def test_a_worker_that_goes_on_refusing_is_asked_less_and_less_often(fleet: Fleet, clock: FakeClock) -> None:
+    worker = fleet.add("a:1")
+    fleet.reported(worker, report())
+    waits = []
+    for number in range(1, 9):
+        fleet.answered(worker, place(fleet, worker), [], refused=True, draining=False)
+        started = clock.monotonic()
+        while worker.state == "refused":
+            clock.advance(0.005)
+            fleet.reported(worker, report(echo=number))
+        waits.append(round(clock.monotonic() - started, 2))
+    assert waits == [0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.5, 0.5]
 
 
 def test_a_refusal_for_draining_ends_new_work_at_once(fleet: Fleet) -> None:
