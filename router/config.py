@@ -10,6 +10,7 @@ from shared.config import LogConfig, TracingConfig
 
 Positive = Annotated[int, msgspec.Meta(ge=1)]
 Share = Annotated[float, msgspec.Meta(gt=0, le=1)]
+Address = Annotated[str, msgspec.Meta(pattern=r"^.+:[0-9]+$")]
 Weight = Annotated[float, msgspec.Meta(ge=0)]
 
 
@@ -66,7 +67,7 @@ class RouterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ops_listen: str = "127.0.0.1:0"
     advertise: str = ""  # host under which others reach this process; empty: the one it listens on
     redis_url: str = ""  # empty: no state store, workers are the static ones
-    workers: tuple[str, ...] = ()  # static addresses, host:port
+    workers: tuple[Address, ...] = ()  # static addresses, host:port
     drain_grace_ms: Positive = 30_000
     queue: QueueConfig = QueueConfig()
     batch: BatchConfig = BatchConfig()

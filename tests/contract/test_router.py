@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import hashlib
 import random
 from collections.abc import AsyncIterator, Callable
@@ -607,6 +608,56 @@ async def test_a_worker_that_nobody_names_and_that_is_dead_is_forgotten() -> Non
         call = client.stub.WatchModels(router_pb2.WatchModelsRequest())
         assert list((await call.read()).versions) == []
         call.cancel()
+
+
+async def test_in_a_storm_every_submission_ends_once_and_is_held_by_the_worker_that_was_named_only() -> None:
+    rng = random.Random(11)
+
+    def whim(item: worker_pb2.Submission, worker: FakeWorker) -> worker_pb2.ItemResult:
+        draw = rng.random()
+        if draw < 0.15:
+            return fake.rejected(item)
+        if draw < 0.20:
+            return fake.mismatch(Mismatch.WHAT_FEATURE)(item)
+        if draw < 0.25:
+            return fake.fenced(item)
+        return worker.admit(item)
+
+    workers = [FakeWorker(f"w{n}", max_requests=12, heartbeat_s=0.05) for n in range(3)]
+    async with workers[0], workers[1], workers[2], serving(*workers, queue=QueueConfig(capacity=150)) as client:
+        for worker in workers:
+            worker.decide = functools.partial(whim, worker=worker)
+        asks, tasks = [], []
+        for _ in range(250):
+            asks.append(request(tenant=rng.choice("abc"), budget_ms=rng.choice([100, 4000])))
+            asks[-1].submission.priority = rng.randrange(3)
+            tasks.append(client.submit(asks[-1]))
+            if rng.random() < 0.3:
+                rng.choice(tasks).cancel()
+            if rng.random() < 0.2:
+                rng.choice(workers).finish_some(rng)
+            await asyncio.sleep(rng.random() * 0.004)
+        for worker in workers:
+            worker.max_requests = 1000
+            worker.changed()
+        ends = await asyncio.gather(*tasks, return_exceptions=True)
+        await until(lambda: client.router.core.dispatcher.in_flight == 0)
+        await asyncio.sleep(0.1)
+        reasons = {end.reason for end in ends if isinstance(end, TrunklineError)}
+        assert reasons <= {
+            Reason.OWNER_MOVED,
+            Reason.FEATURE_OFF,
+            Reason.QUEUE_EXPIRED,
+            Reason.QUEUE_FULL,
+            Reason.WOULD_MISS,
+        }
+        for ask, end in zip(asks, ends, strict=True):
+            admitted = [worker for worker in workers if ask.submission.request_id in worker.admitted]
+            assert len(admitted) <= 1
+            if isinstance(end, router_pb2.SubmitResponse):
+                assert [worker.incarnation for worker in admitted] == [end.incarnation]
+            elif isinstance(end, TrunklineError):
+                assert not admitted
 
 
 async def test_the_admin_service_shows_the_router_and_drains_it() -> None:

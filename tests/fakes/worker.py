@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import random
 from collections import deque
 from collections.abc import AsyncIterator, Callable
 from typing import Any, Self
@@ -76,7 +77,9 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
         self.batches: list[worker_pb2.SubmitBatchRequest] = []
         self.held: dict[bytes, worker_pb2.Submission] = {}
         self.cancelled: list[tuple[bytes, int, int]] = []
+        self.admitted: set[bytes] = set()
         self.answers: deque[Answer] = deque()
+        self.decide: Answer = self.admit  # where there is no canned answer
         self.assets = {hashlib.sha256(ASSET).hexdigest(): ASSET}
         self.asset_reads = 0
         self.draining = False
@@ -128,6 +131,11 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
         self.held.clear()
         self.changed()
 
+    def finish_some(self, rng: random.Random) -> None:
+        """About half of what is held ends."""
+        self.held = {request_id: item for request_id, item in self.held.items() if rng.random() < 0.5}
+        self.changed()
+
     def changed(self) -> None:
         """Report now."""
         change, self._changed = self._changed, asyncio.Event()
@@ -169,11 +177,14 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
         return worker_pb2.SubmitBatchResponse(incarnation=self.incarnation, results=results)
 
     def _answer(self, item: worker_pb2.Submission) -> Result:
-        if self.answers:
-            return self.answers.popleft()(item)
+        return self.answers.popleft()(item) if self.answers else self.decide(item)
+
+    def admit(self, item: worker_pb2.Submission) -> Result:
+        """Admitted while there is room."""
         if len(self.held) >= self.max_requests:
             return rejected(item)
         self.held[item.request_id] = item
+        self.admitted.add(item.request_id)
         return Result(admitted=worker_pb2.Admitted())
 
     async def Watch(
