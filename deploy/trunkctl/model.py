@@ -81,10 +81,10 @@ def run_fetch(args: argparse.Namespace) -> int:
     target = home.models / DEFAULT_MODEL
     from workers.weights.convert import convert
     from workers.weights.fetch import fetch_smollm2
-    from workers.weights.manifest import ArtefactError, read_manifest
+    from workers.weights.manifest import ArtefactError, check_sizes
 
     try:
-        read_manifest(target)
+        check_sizes(target)
     except ArtefactError:
         with _bars() as bar, _refusals():
             convert(fetch_smollm2(home.root / "cache", bar), target, progress=bar)

@@ -22,8 +22,6 @@ STORE_TIMEOUT_S = 2.0
 SPANS_WAIT_S = 6.0  # spans are written in the background, shortly after their end
 QUIET_S = 0.8  # several times the interval at which services write
 POLL_S = 0.1
-NARROWEST = 20  # cells for the bars
-LABEL_CELLS = 60  # what the columns beside the bars take
 
 
 def add_parser(subparsers: Subparsers) -> None:
@@ -53,7 +51,7 @@ def run(args: argparse.Namespace) -> int:
 def draw(console: Console, spans: list[Span], receipt: common_pb2.Receipt | None) -> None:
     """Prints the waterfall, then the receipt."""
     if spans:
-        console.print(waterfall(spans, max(NARROWEST, console.width - LABEL_CELLS)))
+        console.print(waterfall(spans))
         console.print()
     if receipt:
         console.print(receipt_table(receipt))

@@ -5,12 +5,14 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import msgspec
+from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table
 from rich.text import Text
 
 from trunkline.common.v1 import common_pb2
 
 MOST_ALIKE = 4  # siblings of one name beyond these share a line
+NARROWEST = 20  # cells for the bars
 EIGHTHS = "▏▎▍▌▋▊▉█"
 STYLES = {"gateway": "cyan", "router": "magenta", "worker": "green"}
 PARTS = tuple(
@@ -74,34 +76,36 @@ def _below(parent: str | None, depth: int, children: dict[str | None, list[Span]
     by_name: dict[str, list[Span]] = defaultdict(list)
     for span in children.pop(parent, []):  # popped, so that a broken trace with a circle ends, too
         by_name[span.name].append(span)
-    for alike in by_name.values():
-        groups = [alike] if len(alike) > MOST_ALIKE else [[span] for span in alike]
-        for group in groups:
-            yield Row(depth, group)
-            for span in group:
-                yield from _below(span.span_id, depth + 1, children)
+    groups = [
+        group
+        for alike in by_name.values()
+        for group in ([alike] if len(alike) > MOST_ALIKE else [[span] for span in alike])
+    ]
+    for row in sorted((Row(depth, group) for group in groups), key=lambda row: row.start_us):
+        yield row
+        for span in row.spans:
+            yield from _below(span.span_id, depth + 1, children)
 
 
-def waterfall(spans: Iterable[Span], width: int) -> Table:
-    """The lines, with bars `width` cells wide that share one time scale."""
+def waterfall(spans: Iterable[Span]) -> Table:
+    """The lines, with bars that share one time scale and the width that the text leaves, NARROWEST cells at least."""
     lines = rows(spans)
-    first = min(row.start_us for row in lines)
-    scale = width / max(1, max(row.end_us for row in lines) - first)
-    table = Table(box=None, header_style="dim", pad_edge=False)
+    first, last = min(row.start_us for row in lines), max(row.end_us for row in lines)
+    table = Table(box=None, header_style="dim", pad_edge=False, expand=True)
     table.add_column("span", no_wrap=True)
     table.add_column("process", style="dim", no_wrap=True)
     table.add_column("at ms", justify="right", no_wrap=True)
     table.add_column("ms", justify="right", no_wrap=True)
-    table.add_column("", width=width, no_wrap=True)
+    table.add_column("", ratio=1, min_width=NARROWEST, no_wrap=True)
     for row in lines:
-        bar = _bar(row, first, scale, width)
-        table.add_row(_label(row), row.spans[0].service, _ms(row.start_us - first), _ms(row.end_us - row.start_us), bar)
+        numbers = _ms(row.start_us - first), _ms(row.end_us - row.start_us)
+        table.add_row(_label(row), row.spans[0].service, *numbers, Bar(row, first, last))
     return table
 
 
 def _label(row: Row) -> Text:
     span = row.spans[0]
-    label = Text("  " * row.depth + span.name)
+    label = Text("  " * row.depth + (span.name.rpartition(".")[2] if "/" in span.name else span.name))
     if len(row.spans) > 1:
         label.append(f" ×{len(row.spans)}", style="bold")
     if span.status not in ("", "OK", "UNSET"):
@@ -109,15 +113,28 @@ def _label(row: Row) -> Text:
     return label
 
 
-def _bar(row: Row, first_us: int, scale: float, width: int) -> Text:
-    """Blanks up to the start, then the length in eighths of a cell, at least one; the first token as a mark."""
-    start = min(int((row.start_us - first_us) * scale), width - 1)
-    eighths = max(1, min(round((row.end_us - row.start_us) * scale * 8), 8 * (width - start)))
-    whole, rest = divmod(eighths, 8)
-    cells = list(" " * start + EIGHTHS[7] * whole + (EIGHTHS[rest - 1] if rest else ""))
-    for at_us in (event.at_us for span in row.spans for event in span.events if event.name == "first_token"):
-        cells[max(start, min(int((at_us - first_us) * scale), len(cells) - 1))] = "◆"
-    return Text("".join(cells), style=STYLES.get(row.spans[0].role, "white"))
+@dataclass(frozen=True)
+class Bar:
+    """A row's bar in whatever width it is given, in eighths of a cell; the first token is a mark on it."""
+
+    row: Row
+    first_us: int
+    last_us: int
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        """Draws it."""
+        yield Text("".join(self.cells(options.max_width)), style=STYLES.get(self.row.spans[0].role, "white"))
+
+    def cells(self, width: int) -> list[str]:
+        """Blanks up to the start, then at least one cell."""
+        scale = width / max(1, self.last_us - self.first_us)
+        start = min(int((self.row.start_us - self.first_us) * scale), width - 1)
+        length = round((self.row.end_us - self.row.start_us) * scale * 8)
+        whole, rest = divmod(max(1, min(length, 8 * (width - start))), 8)
+        cells = list(" " * start + EIGHTHS[7] * whole + (EIGHTHS[rest - 1] if rest else ""))
+        for event in (event for span in self.row.spans for event in span.events if event.name == "first_token"):
+            cells[max(start, min(int((event.at_us - self.first_us) * scale), len(cells) - 1))] = "◆"
+        return cells
 
 
 def _ms(us: int) -> str:

@@ -17,9 +17,9 @@ def span(span_id: str, start: int, end: int, parent: str | None = None, name: st
     return Span(name=name or span_id, span_id=span_id, parent_id=parent, start_us=start, end_us=end, **fields)  # type: ignore[arg-type]
 
 
-def drawn(spans: list[Span], width: int = 40) -> list[str]:
-    console = Console(file=io.StringIO(), width=200)
-    console.print(waterfall(spans, width))
+def drawn(spans: list[Span], width: int = 100) -> list[str]:
+    console = Console(file=io.StringIO(), width=width)
+    console.print(waterfall(spans))
     return console.file.getvalue().splitlines()[1:]  # type: ignore[attr-defined, no-any-return]
 
 
@@ -52,7 +52,7 @@ def test_every_span_that_hangs_on_a_root_stands_in_exactly_one_row(spans: list[S
     assert sorted(shown) == sorted(span_id for span_id in parents if rooted(span_id))
 
 
-@given(spans_of_any_shape.filter(lambda spans: rows(spans) != []), st.integers(5, 60))
+@given(spans_of_any_shape.filter(lambda spans: rows(spans) != []), st.integers(70, 160))
 def test_no_bar_leaves_its_column(spans: list[Span], width: int) -> None:
     lines = drawn(spans, width)
     assert len(lines) == len(rows(spans)), "a bar wrapped into a line of its own"
@@ -86,11 +86,11 @@ def test_many_spans_of_one_name_share_a_line_that_tells_their_number() -> None:
 
 
 def test_bars_are_to_scale() -> None:
-    root, half, tail = drawn([span("root", 0, 800), span("half", 0, 400, "root"), span("tail", 600, 800, "root")], 40)
-    assert root.count("█") == 40
-    assert half.count("█") == 20
-    assert tail.count("█") == 10
-    assert tail.index("█") == root.index("█") + 30
+    root, half, tail = drawn([span("root", 0, 800), span("half", 0, 400, "root"), span("tail", 600, 800, "root")])
+    whole = root.count("█")
+    assert half.count("█") == whole // 2
+    assert tail.count("█") == whole // 4
+    assert tail.index("█") == root.index("█") + 3 * whole // 4
 
 
 def test_the_first_token_is_marked_on_the_bar_and_a_failure_is_named() -> None:
