@@ -44,14 +44,19 @@ class Channels:
         return cast(grpc.aio.Channel, channel)
 
     async def drop(self, address: str) -> None:
-        """Close every channel to `address`; its calls end. The next `get` connects afresh, without back-off."""
+        """Forget the channels to `address`: the next `get` connects afresh, without back-off.
+
+        Calls on them run on to their own end, and the connection goes with the last: closing a channel would raise
+        CancelledError in whoever waits for an answer on it, as if that task had been cancelled.
+        """
         for key in [key for key in self._channels if key[0] == address]:
-            await self._channels.pop(key).close()
+            del self._channels[key]
 
     async def close(self) -> None:
-        """Close them all."""
-        for address in {address for address, _ in self._channels}:
-            await self.drop(address)
+        """Close them all; whoever still waits on a call gets CancelledError."""
+        while self._channels:
+            _, channel = self._channels.popitem()
+            await channel.close()
 
 
 class MeshChannel(grpc.aio.Channel):

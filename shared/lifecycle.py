@@ -39,6 +39,7 @@ class Lifecycle:
         self._models: dict[str, bool] = {}
         self._clock = clock
         self._started_at = clock.monotonic()
+        self.version = 0  # counts the changes
         self._change = asyncio.Event()
 
     @property
@@ -77,9 +78,13 @@ class Lifecycle:
         while not self.draining:
             await self.changed()
 
-    async def changed(self) -> None:
-        """Return at the next change of anything here."""
-        await self._change.wait()
+    async def changed(self, since: int | None = None) -> None:
+        """Return at the next change of anything here, or at once if `version` is no longer `since`.
+
+        Who acts between reading and waiting passes the version it read, or misses what changed meanwhile.
+        """
+        if since is None or since == self.version:
+            await self._change.wait()
 
     def install_signals(self, loop: asyncio.AbstractEventLoop) -> None:
         """SIGTERM and SIGINT begin the drain; a second one ends the process at once."""
@@ -100,6 +105,7 @@ class Lifecycle:
             self._notify()
 
     def _notify(self) -> None:
+        self.version += 1
         change, self._change = self._change, asyncio.Event()
         change.set()
 

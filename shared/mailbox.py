@@ -128,7 +128,8 @@ class Mailbox:
     def recv_all(self, timeout_s: float) -> list[bytes]:
         """All frames that are there; waits up to `timeout_s` seconds for the first, and sends the backlog meanwhile.
 
-        Empty after the time, or earlier when part of the backlog went out. Raises MailboxClosed once the other side is gone and everything it sent was read.
+        Empty after the time, or earlier when part of the backlog went out. Raises MailboxClosed once the other side is
+        gone and everything it sent was read.
         """
         frames, ended = self._read()
         if not frames and not ended:

@@ -100,6 +100,7 @@ class Peers:
         self._static = {address: PeerInfo(address, address) for address in static}
         self._found: dict[str, PeerInfo] = {}
         self._doubt = 0  # looks for which entries that are missing may only not have registered again yet
+        self.version = 0  # counts the changes
         self._change = asyncio.Event()
         if store is not None:
             store.on_birth_change(self._begin_doubt)
@@ -125,6 +126,7 @@ class Peers:
             found = self._found | found
         if found != self._found:
             self._found = found
+            self.version += 1
             change, self._change = self._change, asyncio.Event()
             change.set()
 
@@ -132,9 +134,10 @@ class Peers:
         """The store was away or came back empty: for the life of an entry, absence in it says nothing."""
         self._doubt = round(TTL_MS / 1000 / LOOK_S)
 
-    async def changed(self) -> None:
-        """Return at the next change."""
-        await self._change.wait()
+    async def changed(self, since: int | None = None) -> None:
+        """Return at the next change, or at once if `version` is no longer `since` (read before acting)."""
+        if since is None or since == self.version:
+            await self._change.wait()
 
     def snapshot(self) -> dict[str, PeerInfo]:
         """Peers by id; a configured address that has also registered appears once, under its id."""

@@ -122,8 +122,9 @@ class _Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
     ) -> AsyncIterator[health_pb2.HealthCheckResponse]:
         told = None
         while True:
+            version = self._lifecycle.version
             status = _STATUS[self._lifecycle.serving(request.service)]
             if status != told:
                 told = status
                 yield health_pb2.HealthCheckResponse(status=status)
-            await self._lifecycle.changed()
+            await self._lifecycle.changed(version)
