@@ -205,8 +205,8 @@ def _page(request: pb.ListModelsRequest) -> tuple[str, int]:
     if not 0 <= request.page_size <= _MAX_PAGE:
         raise _bad("page_size", f"must be in [0, {_MAX_PAGE}], is {request.page_size}")
     try:
-        after = base64.urlsafe_b64decode(request.page_token.encode()).decode()
-    except (binascii.Error, UnicodeDecodeError):
+        after = base64.b64decode(request.page_token, altchars=b"-_", validate=True).decode()
+    except (binascii.Error, ValueError):
         raise _bad("page_token", "is not one that ListModels gave") from None
     return after, request.page_size or _PAGE
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import json
 import random
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,9 +18,9 @@ import msgspec
 from gateway.app import Gateway, running
 from gateway.config import GatewayConfig, LimitsConfig
 from gateway.tokens import Tokenizer
-from shared.errors import TrunklineError, from_rpc
+from shared.errors import from_rpc
 from tests.fakes import mesh as fake
-from tests.fakes.mesh import FakeRouter
+from tests.fakes.mesh import FakeRouter, MeshWorker, fake_mesh
 from trunkline.common.v1 import common_pb2
 from trunkline.inference.v1 import inference_pb2 as pb
 from trunkline.inference.v1 import inference_pb2_grpc
@@ -134,7 +135,7 @@ async def serving(
         **settings,
     )
     async with running(config, rng=random.Random(5)) as gateway:
-        while routers and gateway.core.catalog.problem:
+        while routers and not gateway.lifecycle.ready:
             await gateway.lifecycle.changed()
         client = Client(gateway)
         try:
@@ -144,6 +145,45 @@ async def serving(
     assert len(gateway.core.table) == 0
     assert not gateway.core.links.attempts
     assert gateway.core.links.open_streams == 0
+
+
+@asynccontextmanager
+async def world(
+    store: str,
+    directory: Path,
+    *,
+    workers: int = 1,
+    routers: int = 1,
+    fakes: dict[str, Any] | None = None,
+    **settings: Any,
+) -> AsyncIterator[tuple[Client, list[FakeRouter], list[MeshWorker]]]:
+    """A gateway before fake routers and workers."""
+    async with (
+        fake_mesh(workers=workers, routers=routers, **(fakes or {})) as (fronts, own),
+        serving(*fronts, directory=directory, store=store, **settings) as client,
+    ):
+        yield client, fronts, own
+
+
+async def until(condition: Callable[[], object], timeout_s: float = 5.0) -> None:
+    """Return once it holds."""
+    async with asyncio.timeout(timeout_s):
+        while not condition():  # noqa: ASYNC110 - what is waited for belongs to someone else
+            await asyncio.sleep(0.002)
+
+
+async def first_token(call: Any) -> Said:
+    """Read up to the first delta."""
+    said = Said()
+    while not said.deltas:
+        said.take(await call.read())
+    return said
+
+
+async def rest(call: Any, said: Said) -> None:
+    """Read to the end."""
+    while (event := await call.read()) is not grpc.aio.EOF:
+        said.take(event)
 
 
 def spec(prompt: Sequence[int] | str = (5, 6, 7), **fields: Any) -> pb.GenerationSpec:
@@ -167,8 +207,3 @@ def text(ids: Sequence[int]) -> str:
 def expected(prompt: Sequence[int], choice: int, count: int) -> str:
     """The text of the first `count` tokens of a choice."""
     return text(fake.tokens(prompt, choice, count))
-
-
-def reason_of(error: TrunklineError) -> str:
-    """Its name."""
-    return error.reason.value

@@ -1,5 +1,5 @@
-"""Routers and workers for tests of a gateway: real servers on loopback ports that keep the wire's rules for gateways, and
-misbehave when told to.
+"""Routers and workers for tests of a gateway: real servers on loopback ports that keep the wire's rules for gateways,
+and misbehave when told to.
 
 Token k of choice c of a prompt is a function of (prompt, c, k) alone, so that every worker continues a request as any
 other would. The one rule: what a test scripts and is never used fails the test.
@@ -13,6 +13,7 @@ import hashlib
 import itertools
 import json
 import struct
+import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager, suppress
@@ -34,6 +35,7 @@ from trunkline.worker.v1 import worker_pb2, worker_pb2_grpc
 Context = grpc.aio.ServicerContext[Any, Any]
 
 MODEL = "small"
+TEXT_TOKENS = 286  # ids below it have text
 EOS = 300
 WIDTH = 8  # of an embedding
 PIECE = 40  # bytes of a bulk piece
@@ -55,7 +57,7 @@ def tokenizer_json() -> bytes:
             if text[:end] not in vocab:
                 vocab[text[:end]] = len(vocab)
                 merges.append((text[: end - 1], text[end - 1]))
-    assert len(vocab) <= EOS
+    assert len(vocab) == TEXT_TOKENS
     made = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocab, merges=merges))
     made.pre_tokenizer = split
     made.decoder = tokenizers.decoders.ByteLevel()
@@ -64,7 +66,10 @@ def tokenizer_json() -> bytes:
     return made.to_str().encode()
 
 
-TEMPLATE = b"{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}"
+TEMPLATE = (
+    b"{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+    b"{% if add_generation_prompt %}assistant:{% endif %}"
+)
 FILES = {
     "tokenizer.json": tokenizer_json(),
     "chat_template.jinja": TEMPLATE,
@@ -95,7 +100,7 @@ def version(number: str = "1", **fields: Any) -> common_pb2.ModelVersion:
 def token(prompt: Sequence[int], choice: int, index: int) -> int:
     """Token `index` of `choice`: letters, bytes of broken characters, words."""
     digest = hashlib.sha256(struct.pack(f"<{len(prompt)}I", *prompt) + bytes([choice]) + struct.pack("<I", index))
-    return int.from_bytes(digest.digest()[:4], "little") % 270
+    return int.from_bytes(digest.digest()[:4], "little") % TEXT_TOKENS
 
 
 def tokens(prompt: Sequence[int], choice: int, count: int) -> list[int]:
@@ -117,6 +122,8 @@ class Held:
     made: list[list[int]] = field(default_factory=list)
     finish: list[int] = field(default_factory=list)
     scheduled: bool = False
+    admitted_at: float = field(default_factory=time.monotonic)
+    first_at: float = 0.0
     released: worker_pb2.RequestEvent | None = None
     failed: worker_pb2.RequestEvent | None = None
 
@@ -142,7 +149,8 @@ class Held:
 
     def step(self) -> None:
         """One token for every choice that goes on."""
-        self.scheduled = True
+        if not self.scheduled:
+            self.scheduled, self.first_at = True, time.monotonic()
         work = self.sub.generate
         for choice, made in enumerate(self.made):
             if self.finish[choice]:
@@ -202,7 +210,6 @@ class MeshWorker(worker_pb2_grpc.WorkerServiceServicer):
         self.steps = 0
         self.silent = False
         self.tick_age_ms = 0
-        self.answers_hello = True
         self.alive = False
         self._paused = False
         self._streams: list[Stream] = []
@@ -305,8 +312,6 @@ class MeshWorker(worker_pb2_grpc.WorkerServiceServicer):
     ) -> AsyncIterator[worker_pb2.OutputsResponse]:
         stream = Stream((await anext(requests)).hello)
         self.hellos.append(stream.hello)
-        while not self.answers_hello:
-            await asyncio.sleep(0.01)
         self._streams.append(stream)
         hearing = asyncio.create_task(self._hear(stream, requests))
         try:
@@ -456,7 +461,10 @@ class MeshWorker(worker_pb2_grpc.WorkerServiceServicer):
         if event is None and held.over:
             event = worker_pb2.RequestEvent(
                 finished=worker_pb2.Finished(
-                    worker_queue_ms=0.2, prefill_ms=0.3, decode_ms=1.0, steps=self.steps, cached_tokens=1
+                    prefill_ms=(held.first_at - held.admitted_at) * 1000,
+                    decode_ms=(time.monotonic() - held.first_at) * 1000,
+                    steps=self.steps,
+                    cached_tokens=1,
                 )
             )
         if event is not None:
@@ -516,8 +524,8 @@ Script = Callable[[router_pb2.SubmitRequest], Any]
 
 
 class FakeRouter(router_pb2_grpc.RouterServiceServicer):
-    """`async with FakeRouter(w1, w2) as router`: gives submissions to the first living worker that serves the version and
-    is not excluded.
+    """`async with FakeRouter(w1, w2) as router`: gives submissions to the first living worker that serves the version
+    and is not excluded.
 
     `before` and `after` are scripted steps for the next submissions, run before and after the worker has admitted: they
     may wait, or raise TrunklineError (a refusal) or RouterDies (the connection breaks without an answer).
@@ -627,6 +635,15 @@ class FakeRouter(router_pb2_grpc.RouterServiceServicer):
         data = self.assets[request.sha256]
         for start in range(0, max(1, len(data)), 1 << 14):
             yield router_pb2.GetAssetResponse(data=data[start : start + (1 << 14)], total=len(data))
+
+
+def fails_with(error: Exception) -> Script:
+    """A step that raises."""
+
+    def step(_request: router_pb2.SubmitRequest) -> None:
+        raise error
+
+    return step
 
 
 async def _done(result: Any) -> None:
