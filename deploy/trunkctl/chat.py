@@ -28,7 +28,7 @@ def add_parser(subparsers: Subparsers) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Reads lines and streams answers until the input ends."""
-    console = Console(stderr=True, highlight=False)
+    console = Console(stderr=True, highlight=False, soft_wrap=True)
     with connect(args) as mesh:
         opening = spec_from(args, mesh.model(args.model))
         if args.system:

@@ -20,6 +20,7 @@ def explain(error: grpc.RpcError) -> str:
 
 
 def _sentence(error: TrunklineError) -> str:
-    fields = "".join(f"; {violation.field}: {violation.description}" for violation in error.violations)
+    untold = (violation for violation in error.violations if violation.description not in error.message)
+    fields = "".join(f"; {violation.field}: {violation.description}" for violation in untold)
     retry = "" if error.retry_after_s is None else f"; try again in {error.retry_after_s:g} s"
     return f"{error.reason}: {error.message}{fields}{retry}"

@@ -55,7 +55,7 @@ def run(args: argparse.Namespace) -> int:
         answer = stream(mesh, spec, write)
     write("\n")
     if not args.quiet:
-        Console(stderr=True, highlight=False).print(summary(answer), style="dim")
+        Console(stderr=True, highlight=False, soft_wrap=True).print(summary(answer), style="dim")
     return 0
 
 
