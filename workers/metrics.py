@@ -113,6 +113,8 @@ class Gauges(Collector):
             "kv_tokens_reserved": (load.kv_tokens_reserved, "KV tokens that admitted requests may come to need."),
             "engine_tick_age_seconds": (door.engine.pulse.tick_age_ms / 1e3, "Since the engine was last heard."),
             "engine_max_step_seconds": (engine.max_step_ms / 1e3, "Longest engine step of the last minute."),
+            "tombstones": (len(door.fences), "Marks of ended or refused attempts."),
+            "tombstones_evicted": (door.fences.evicted, "Marks given up before their time, since the start."),
             "gateways": (door.gateway_count, "Gateway lives with a stream or something to deliver."),
         }
         for name, (value, text) in gauges.items():

@@ -282,6 +282,30 @@ async def test_a_killed_engine_releases_its_requests_and_the_next_one_is_another
         await owner.lose()
 
 
+async def test_an_engine_that_cannot_start_again_is_tried_until_it_can(tmp_path: Path) -> None:
+    fault = tmp_path / "fault"
+    async with serving(tmp_path, flags={"fault-if": str(fault)}) as bench:
+        fault.write_text("the device is lost")
+        os.kill(bench.engine_pid, signal.SIGKILL)
+        await until(lambda: bench.run.supervisor.restarts >= 2)
+        assert not bench.run.lifecycle.ready
+        (answer,) = await bench.submit(bench.sub(ONE))
+        assert answer.HasField("rejected")
+        fault.unlink()
+        await until(lambda: bench.run.lifecycle.ready)
+        (answer,) = await bench.submit(bench.sub(ONE))
+        assert answer.HasField("admitted")
+        await bench.stub.Cancel(worker_pb2.CancelRequest(request_id=ONE, epoch=1, attempt=1))
+
+
+async def test_a_gateway_that_falls_silent_loses_its_stream(bench: Bench) -> None:
+    owner = bench.owner()
+    await owner.connect()
+    await owner.until(lambda: owner.broken, 7.0)
+    assert owner.error is not None
+    assert from_rpc(owner.error).reason is Reason.CLIENT_GONE
+
+
 async def test_an_engine_that_hangs_is_killed_and_replaced(tmp_path: Path) -> None:
     async with serving(tmp_path) as bench:
         owner, sub = bench.owner(), bench.sub(ONE, max_tokens=4000)

@@ -113,7 +113,6 @@ async def submit(made: Channels, address: str, item: worker_pb2.Submission) -> w
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"flags": {"fault": "3,100 MiB are needed for weights and cache, 900 MiB are there"}}, "3,100 MiB are needed"),
         ({"engine": {"module": "tests.fakes.nowhere"}}, "the engine ended with status 1"),
         ({"engine": {"treads": 2}}, "unknown key `engine.treads`; did you mean `threads`?"),
     ],
@@ -125,6 +124,13 @@ def test_what_keeps_a_worker_from_starting_is_said_in_one_sentence(
         code, text = process.end()
         assert code == 1
         assert said in text.splitlines()[-1]
+
+
+def test_an_engine_that_lacks_memory_keeps_a_worker_from_starting_and_says_how_much(tmp_path: Path) -> None:
+    (tmp_path / "fault").write_text("3,100 MiB are needed for weights and cache, 900 MiB are there")
+    with worker(tmp_path, flags={"fault-if": str(tmp_path / "fault")}) as process:
+        code, text = process.end()
+        assert (code, text.splitlines()[-1]) == (1, (tmp_path / "fault").read_text())
 
 
 def test_an_altered_tokenizer_keeps_a_worker_from_starting(tmp_path: Path) -> None:

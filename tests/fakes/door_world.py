@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from shared.clock import Clock
 from tests.fakes.clock import FakeClock
 from tests.fakes.engine import Formula, Pace, Shape, token, vector
 from tests.fakes.owner import ARTEFACT, TOKENIZER, Owner
 from trunkline.worker.v1 import worker_pb2
 from workers.door.door import Door, Limits
 from workers.door.execution import Execution
+from workers.door.holdings import Observer
 from workers.door.intake import Served, token_bytes
 from workers.door.ledger import Capacity
 from workers.door.stream import Stream
@@ -72,10 +75,18 @@ class Witness:
 class World:
     """The door and its engine."""
 
-    def __init__(self, *, limits: Limits | None = None, shape: Shape | None = None, requests: int = 64) -> None:
+    def __init__(
+        self,
+        *,
+        limits: Limits | None = None,
+        shape: Shape | None = None,
+        requests: int = 64,
+        observe: Callable[[Clock], Observer] | None = None,
+    ) -> None:
         self.clock = FakeClock()
         self.witness = Witness()
-        self.door = Door("w1", "test", self.clock, self.witness, limits or Limits())
+        observer = observe(self.clock) if observe is not None else self.witness
+        self.door = Door("w1", "test", self.clock, observer, limits or Limits())
         self.shape = shape or Shape()
         self.capacity = Capacity(requests, 4 * requests, 2 * self.shape.kv_blocks * 16)
         self.formula = Formula(self.shape, PACE)

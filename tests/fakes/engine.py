@@ -319,7 +319,7 @@ def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser()
     for flag, default in (("--step-ms", 5.0), ("--sequence-us", 0.0), ("--prefill-us", 0.0), ("--start-ms", 0.0)):
         parser.add_argument(flag, type=float, default=default)
-    parser.add_argument("--fault", default="")
+    parser.add_argument("--fault-if", type=Path, help="ends with what this file says, where it exists")
     flags, rest = parser.parse_known_args(arguments)
     fd, options = from_arguments(rest)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -328,8 +328,8 @@ def main(arguments: Sequence[str]) -> int:
     try:
         loop.say(m.Progress("load", 0.0))
         time.sleep(flags.start_ms / 1e3)
-        if flags.fault:
-            loop.say(m.Fault("ENGINE", flags.fault))
+        if flags.fault_if is not None and flags.fault_if.exists():
+            loop.say(m.Fault("ENGINE", flags.fault_if.read_text()))
             return 1
         loop.say(_ready(options))
         loop.run()

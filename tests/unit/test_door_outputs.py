@@ -308,6 +308,7 @@ def test_a_gateway_that_takes_nothing_has_its_requests_paused_and_resumed() -> N
     other.connect()
     for _ in range(80):
         world.step()
+        world.door.tick()
         gateway.pull()
         other.read()
     assert world.formula.jobs[1].paused
@@ -327,6 +328,7 @@ def test_a_request_paused_too_long_ends_resource_exhausted() -> None:
     gateway = opened(world, submission(ONE, max_tokens=400))
     for _ in range(80):
         world.step()
+        world.door.tick()
         gateway.pull()
     world.clock.advance(29)
     world.door.tick()

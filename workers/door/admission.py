@@ -10,7 +10,7 @@ from shared.clock import Clock
 from trunkline.worker.v1 import worker_pb2
 from workers.door import events
 from workers.door.delivery import Cursor, Delivery
-from workers.door.execution import Execution, Stage, Times
+from workers.door.execution import Execution, Times
 from workers.door.holdings import Holdings
 from workers.door.intake import Flaw, Intake, malformed, mismatch, prepare
 from workers.door.load import Loads
@@ -107,7 +107,7 @@ class Admission:
             traceparent=sub.traceparent,
             tracestate=sub.tracestate,
             times=Times(admitted=self._clock.monotonic()),
-            stage=Stage.ENDED if intake.work is None else Stage.WAITING,
+            live=intake.work is not None,
             ending=events.finished(m.Finished(0, 0, 0, 0, 0, 0, 0)) if intake.work is None else None,
         )
 

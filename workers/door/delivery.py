@@ -21,24 +21,36 @@ if TYPE_CHECKING:
 class Cursor:
     """One choice's, or one bulk result's, place in an owner's transcript: in tokens, or in bytes."""
 
-    __slots__ = ("acked", "finish_acked", "finish_sent", "sent", "source", "unit_bytes")
+    __slots__ = ("acked", "finish_acked", "finish_sent", "sent", "source")
 
     def __init__(self, source: Choice | BulkResult, start: int, *, finished: bool = False) -> None:
         """`start`: what the owner has; `finished`: it knows that the choice has ended."""
         self.source = source
         self.acked = self.sent = start
         self.finish_acked = self.finish_sent = finished
-        self.unit_bytes = source.unit_bytes
-
-    @property
-    def produced(self) -> int:
-        """Units there are."""
-        return self.source.produced
 
     @property
     def drained(self) -> bool:
         """All there is has been sent."""
-        return self.sent == self.produced and (self.finish_sent or not self.source.finish)
+        return self.sent == self.source.produced and (self.finish_sent or not self.source.finish)
+
+    @property
+    def retained(self) -> int:
+        """Bytes kept until they are acknowledged."""
+        return self.source.retained(self.acked)
+
+    def acknowledge(self, end: int, *, finish: bool = False) -> None:
+        """The owner has everything before `end`, and the finish if so."""
+        if end > self.acked:
+            self.acked = min(end, self.source.produced)  # a stop string may have cut what was under way
+            self.source.forget(self.acked)
+        if finish:
+            self.finish_acked = True
+
+    def cut(self) -> None:
+        """The choice was shortened, and has another finish."""
+        produced = self.source.produced
+        self.sent, self.acked = min(self.sent, produced), min(self.acked, produced)
 
     def rewind(self) -> None:
         """All that is not acknowledged goes again."""
@@ -46,7 +58,7 @@ class Cursor:
 
     def skip(self) -> None:
         """Nothing of it goes any more."""
-        self.acked = self.sent = self.produced
+        self.acked = self.sent = self.source.produced
         self.finish_acked = self.finish_sent = True
 
 
@@ -55,7 +67,6 @@ class Delivery:
 
     __slots__ = (
         "admit_ms",
-        "closed",
         "cursors",
         "ending_sent",
         "execution",
@@ -63,7 +74,6 @@ class Delivery:
         "news",
         "orphan_at",
         "outlet",
-        "retained",
         "seen",
         "stamp",
         "stream",
@@ -81,38 +91,11 @@ class Delivery:
         self.ending_sent = False
         self.seen = False  # its owner acknowledged something of it
         self.orphan_at: float | None = None  # when it is dropped for want of a stream
-        self.closed = False
-        self.retained = 0
-        self.recount()
 
     @property
-    def drained(self) -> bool:
-        """All that was produced has been sent."""
-        return all(cursor.drained for cursor in self.cursors)
-
-    def keep(self, size: int) -> None:
-        """So many more bytes are kept for it."""
-        self.retained += size
-        self.outlet.gateway.retained += size
-
-    def recount(self) -> None:
-        """Sets the kept bytes by the cursors, after they moved by more than production or acknowledgement."""
-        self.keep(sum((each.produced - each.acked) * each.unit_bytes for each in self.cursors) - self.retained)
-
-    def acknowledge(self, cursor: Cursor, end: int, *, finish: bool = False) -> None:
-        """Its owner has everything before `end`, and the finish if so."""
-        end = min(end, cursor.produced)  # a stop string may have cut what was under way
-        cursor.finish_acked = cursor.finish_acked or finish
-        if self.closed or end <= cursor.acked:
-            return
-        self.keep((cursor.acked - end) * cursor.unit_bytes)
-        cursor.acked = end
-        cursor.source.forget(end)
-
-    def cut(self, cursor: Cursor) -> None:
-        """The cursor's choice was shortened, and has another finish."""
-        cursor.sent, cursor.acked = min(cursor.sent, cursor.produced), min(cursor.acked, cursor.produced)
-        self.recount()
+    def retained(self) -> int:
+        """Bytes kept for it until its owner acknowledges them."""
+        return sum(cursor.retained for cursor in self.cursors)
 
     def carry(self, stream: Stream) -> None:
         """A stream is there: all that is not acknowledged goes over it."""
@@ -129,13 +112,7 @@ class Delivery:
         self.handle = 0
         self.orphan_at = at
 
-    def abandon_output(self) -> None:
-        """Only its ending still goes."""
+    def close(self) -> None:
+        """Nothing of its outputs goes any more; acknowledgements that still come mean nothing."""
         for cursor in self.cursors:
             cursor.skip()
-        self.recount()
-
-    def close(self) -> None:
-        """It ends: nothing is kept for it any more."""
-        self.keep(-self.retained)
-        self.closed = True

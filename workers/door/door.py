@@ -22,6 +22,7 @@ from workers.door.intake import Served
 from workers.door.ledger import Capacity
 from workers.door.load import Loads
 from workers.door.outlets import Outlets
+from workers.door.pressure import Pressure
 from workers.door.router_side import RouterSide
 from workers.door.stream import Window
 
@@ -42,23 +43,24 @@ class Door:
 
     def __init__(self, worker_id: str, build: str, clock: Clock, observer: Observer, limits: Limits) -> None:
         self.closed = False
-        self._clock = clock
-        self._limits = limits
         self._outlets = Outlets(clock, limits.orphan_grace_s)
         self._fences = Fences(clock, ttl_s=limits.tombstone_s)
         self._holdings = Holdings(self._fences, self._outlets, observer, clock)
         self.loads = Loads(self._holdings, clock)
         self._admission = Admission(self._holdings, self.loads, clock)
-        self.engine = EngineSide(self._holdings, self.loads, observer, clock, retained_bytes=limits.retained_bytes)
+        self._pressure = Pressure(
+            self._holdings, clock, retained_bytes=limits.retained_bytes, slow_reader_s=limits.slow_reader_s
+        )
+        self.engine = EngineSide(self._holdings, self.loads, observer, clock)
         self.routers = RouterSide(self._holdings, self._admission, self.loads, observer, clock)
         self.gateways = GatewaySide(
             self._holdings,
+            self._pressure,
             clock,
             lambda: self.engine.pulse,
             worker_id=worker_id,
             build=build,
             window=limits.window,
-            retained_bytes=limits.retained_bytes,
         )
 
     @property
@@ -85,6 +87,11 @@ class Door:
     def gateway_count(self) -> int:
         """Gateway lives with a stream or something to deliver."""
         return len(self._outlets.gateways)
+
+    @property
+    def fences(self) -> Fences:
+        """Marks of requests that are not held."""
+        return self._fences
 
     @property
     def retained_bytes(self) -> int:
@@ -121,17 +128,6 @@ class Door:
         for delivery in self._outlets.orphans():
             self._holdings.drop(delivery)
         for gateway in self._outlets.gateways:
-            if gateway.pressed:
-                self._end_slow_ones()
+            self._pressure.judge(gateway)
         self._outlets.sweep()
         self._fences.sweep()
-
-    def _end_slow_ones(self) -> None:
-        before = self._clock.monotonic() - self._limits.slow_reader_s
-        for delivery in self._holdings.live:
-            paused_at = delivery.execution.paused_at
-            if paused_at is not None and paused_at <= before:
-                delivery.abandon_output()
-                message = "the gateway did not take what was produced"
-                event = events.failed(Reason.SLOW_READER, message, retryable=False, work_done=True)
-                self._holdings.end(delivery, event, "failed")

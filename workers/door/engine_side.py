@@ -14,7 +14,7 @@ from shared.wire import HEARTBEAT_S, engine_stalled
 from trunkline.worker.v1 import worker_pb2
 from workers.door import events
 from workers.door.delivery import Delivery
-from workers.door.execution import EngineBroken, Execution, Stage
+from workers.door.execution import EngineBroken, Execution
 from workers.door.holdings import Holdings, Observer, Send
 from workers.door.intake import Served
 from workers.door.ledger import Capacity
@@ -26,22 +26,13 @@ from workers.engine import messages as m
 class EngineSide:
     """See the module."""
 
-    def __init__(
-        self,
-        holdings: Holdings,
-        loads: Loads,
-        observer: Observer,
-        clock: Clock,
-        *,
-        retained_bytes: int,
-    ) -> None:
-        """`retained_bytes`: most that is kept for one gateway before its requests pause."""
+    def __init__(self, holdings: Holdings, loads: Loads, observer: Observer, clock: Clock) -> None:
         self._holdings = holdings
         self._loads = loads
         self._observer = observer
         self._clock = clock
-        self._retained_bytes = retained_bytes
         self._heard_at = self._moved_at = clock.monotonic()
+        self._longest_ms = 0.0  # step of this engine's life: what was a step once is no stall now
 
     def up(self, served: Served, capacity: Capacity, send: Send) -> None:
         """An engine is ready and empty."""
@@ -49,6 +40,7 @@ class EngineSide:
         self._loads.served, self._loads.engine = served, _unused(served)
         self._loads.changed()
         self._heard_at = self._moved_at = self._clock.monotonic()
+        self._longest_ms = 0.0
 
     def down(self, message: str) -> None:
         """The engine is gone: what it had is released, and every stream ends after saying so."""
@@ -63,6 +55,7 @@ class EngineSide:
         """Takes what the engine produced. Raises EngineBroken."""
         self._heard_at = self._clock.monotonic()
         self._loads.engine = said.load
+        self._longest_ms = max(self._longest_ms, said.load.max_step_ms)
         self._holdings.step = said.step
         if isinstance(said, m.StepOut):
             self._moved_at = self._heard_at
@@ -75,8 +68,7 @@ class EngineSide:
         now = self._clock.monotonic()
         if loop_lag_s > HEARTBEAT_S or not self._work_waits:
             self._moved_at = now
-        longest_s = self._loads.engine.max_step_ms / 1e3
-        return engine_stalled(tick_age_s=now - self._moved_at, max_step_s=longest_s, work_waits=True)
+        return engine_stalled(tick_age_s=now - self._moved_at, max_step_s=self._longest_ms / 1e3, work_waits=True)
 
     @property
     def pulse(self) -> Pulse:
@@ -90,7 +82,7 @@ class EngineSide:
     def _step(self, step: m.StepOut) -> None:
         self._observer.stepped(step)
         for run in step.runs:
-            delivery = self._by_key(run.key)
+            delivery = self._holdings.by_key.get(run.key) or self._by_key(run.key)
             if delivery.execution.live:
                 self._run(delivery, run)
         for event in step.events:
@@ -112,26 +104,17 @@ class EngineSide:
         if not 0 <= run.choice < len(execution.choices):
             raise EngineBroken(f"a run of choice {run.choice}, of {len(execution.choices)}")
         choice = execution.choices[run.choice]
-        before = choice.produced
+        first = len(choice.tokens) == choice.given
         choice.extend(run)
-        first = before == choice.given
         if first:
             self._first(execution)
-        self._produced(delivery, (choice.produced - before) * choice.unit_bytes, urgent=first)
+        if delivery.stream is not None:
+            delivery.stream.mark(delivery, first)
 
     def _first(self, execution: Execution) -> None:
         if execution.times.first_token is None:
             execution.times.first_token = self._clock.monotonic()
             self._observer.first_token(execution)
-
-    def _produced(self, delivery: Delivery, size: int, *, urgent: bool) -> None:
-        delivery.keep(size)
-        gateway = delivery.outlet.gateway
-        if gateway.retained > self._retained_bytes:
-            gateway.pressed = True
-            self._holdings.pause(delivery, True)
-        if delivery.stream is not None:
-            delivery.stream.mark(delivery, urgent=urgent)
 
     def _event(self, delivery: Delivery, event: m.Event) -> None:
         match event:
@@ -148,7 +131,7 @@ class EngineSide:
 
     def _scheduled(self, delivery: Delivery, event: m.Scheduled) -> None:
         execution = delivery.execution
-        execution.stage, execution.scheduled = Stage.RUNNING, event
+        execution.scheduled = event
         # The event comes with its step's end; the step began when the wait was over.
         execution.times.scheduled = min(self._clock.monotonic(), execution.times.admitted + event.queue_ms / 1e3)
         self._observer.scheduled(execution)
@@ -160,15 +143,16 @@ class EngineSide:
         execution = delivery.execution
         if execution.bulk is None:
             raise EngineBroken(f"an embedding of key {event.key}, which generates")
-        grown = execution.bulk.put(event.index, event.data)
+        execution.bulk.put(event.index, event.data)
         self._first(execution)
-        self._produced(delivery, grown, urgent=True)
+        if delivery.stream is not None:
+            delivery.stream.mark(delivery, True)
         if event.last:
             self._finished(delivery, self._encode_times(execution))
 
     def _finished(self, delivery: Delivery, event: m.Finished) -> None:
         execution = delivery.execution
-        whole = execution.bulk is None or execution.bulk.produced == len(execution.bulk.data)
+        whole = execution.bulk is None or execution.bulk.produced == execution.bulk.total
         if not (whole and all(choice.finish for choice in execution.choices)):
             raise EngineBroken(f"key {event.key} finished with something missing")
         self._holdings.ended(delivery, events.finished(event), "finished")

@@ -6,11 +6,10 @@ string's `cut`; a choice with a finish never changes again.
 
 from __future__ import annotations
 
-import enum
 import operator
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from shared.wire import Stamp
 from trunkline.worker.v1 import worker_pb2
@@ -20,6 +19,9 @@ from workers.engine import messages as m
 TOKEN_BYTES = 4
 LOGPROB_BYTES = 160  # what a `Logprob` costs to keep, and each of its alternatives
 LOGPROB_TOP_BYTES = 48
+TOKEN_WIRE_BYTES = 5  # the most that a token takes in a message, its log-probability, and each of its alternatives
+LOGPROB_WIRE_BYTES = 16
+LOGPROB_TOP_WIRE_BYTES = 9
 
 
 class EngineBroken(Exception):
@@ -49,9 +51,10 @@ class Choice:
         if run.index != len(self.tokens):
             raise EngineBroken(f"a run starts at {run.index} where {len(self.tokens)} tokens are")
         self.tokens.extend(run.tokens)
-        self.logprobs.extend(run.logprobs)
-        self.finish = run.finish
-        self.stop_token = run.stop_token
+        if run.logprobs:
+            self.logprobs += run.logprobs
+        if run.finish:
+            self.finish, self.stop_token = run.finish, run.stop_token
 
     def cut(self, length: int) -> None:
         """A stop string ended it after `length` tokens; a finish further on gives way to it."""
@@ -72,6 +75,10 @@ class Choice:
         """Tokens there are."""
         return len(self.tokens)
 
+    def retained(self, acked: int) -> int:
+        """Bytes kept for an owner that has acknowledged what is below `acked`."""
+        return (len(self.tokens) - acked) * self.unit_bytes
+
     def continues(self, emitted: Sequence[int], *, logprobs: bool) -> bool:
         """An owner that has `emitted` can be served from here."""
         known = len(emitted)
@@ -82,39 +89,33 @@ class Choice:
 class BulkResult:
     """Embeddings of all inputs end to end, float32 little-endian, filled in as they come. Kept whole to its end."""
 
-    unit_bytes = 1
-    finish = m.Finish.NONE  # a bulk result ends with its request
+    finish = m.Finish.NONE  # it ends with its request
 
     def __init__(self, inputs: int, width: int, prompt_tokens: int) -> None:
-        """`width`: bytes of one vector."""
-        self.data = bytearray(inputs * width)
+        """`width`: bytes of one vector. Nothing is set aside before the first vector comes."""
+        self.total = inputs * width
+        self.data = bytearray()
         self.produced = 0  # leading bytes that are there
         self.prompt_tokens = prompt_tokens
         self._width = width
         self._there = bytearray(inputs)
 
-    def put(self, index: int, data: bytes) -> int:
-        """One vector; answers by how many bytes `produced` grew. Raises EngineBroken if it has no place here."""
+    def put(self, index: int, data: bytes) -> None:
+        """One vector. Raises EngineBroken if it has no place here."""
         if not (0 <= index < len(self._there) and len(data) == self._width):
             raise EngineBroken(f"an embedding of {len(data)} bytes for input {index}")
+        self.data = self.data or bytearray(self.total)
         self.data[index * self._width : (index + 1) * self._width] = data
         self._there[index] = True
-        before = self.produced
-        missing = self._there.find(b"\0", before // self._width)
-        self.produced = len(self.data) if missing < 0 else missing * self._width
-        return self.produced - before
+        missing = self._there.find(b"\0", self.produced // self._width)
+        self.produced = self.total if missing < 0 else missing * self._width
+
+    def retained(self, acked: int) -> int:
+        """Bytes kept, whatever was acknowledged: encode work is retried whole, from here too."""
+        return len(self.data)
 
     def forget(self, before: int) -> None:
-        """Nothing: encode work is retried whole, from here too."""
-
-
-class Stage(enum.Enum):
-    """Where an execution stands."""
-
-    WAITING = "waiting"  # the engine has it, in no step yet
-    RUNNING = "running"
-    ENDED = "ended"  # finished or failed; kept until its owner acknowledges
-    DROPPED = "dropped"  # cancelled; nothing more comes of it
+        """Nothing is let go before the end."""
 
 
 @dataclass(slots=True, eq=False)
@@ -128,7 +129,10 @@ class Times:
 
 @dataclass(slots=True, eq=False)
 class Execution:
-    """See the module. `key` is its number at the engine."""
+    """See the module. `key` is its number at the engine.
+
+    It is live until it has an `ending`, which is kept for its owner, or is dropped, and nothing is.
+    """
 
     request_id: bytes
     stamp: Stamp
@@ -142,15 +146,20 @@ class Execution:
     traceparent: str
     tracestate: str
     times: Times
-    stage: Stage = Stage.WAITING
+    live: bool = True  # the engine works or will work on it
     paused_at: float | None = None
-    scheduled: m.Scheduled | None = None
-    ending: worker_pb2.RequestEvent | None = field(default=None)
+    scheduled: m.Scheduled | None = None  # None: it is in no step yet
+    ending: worker_pb2.RequestEvent | None = None
+    wire_bytes: int = TOKEN_WIRE_BYTES  # the most that one token takes in a message
+
+    def __post_init__(self) -> None:
+        if self.logprobs >= 0:
+            self.wire_bytes += LOGPROB_WIRE_BYTES + LOGPROB_TOP_WIRE_BYTES * self.logprobs
 
     @property
-    def live(self) -> bool:
-        """The engine works or will work on it."""
-        return self.stage in (Stage.WAITING, Stage.RUNNING)
+    def waiting(self) -> bool:
+        """It has not been in a step."""
+        return self.live and self.scheduled is None
 
     def adoptable(self, sub: worker_pb2.Submission) -> bool:
         """`sub` asks for what this is, and its owner's transcript is a prefix of what is here (rule 6)."""

@@ -16,6 +16,7 @@ from workers.door import events
 from workers.door.hello import reconcile
 from workers.door.holdings import Holdings
 from workers.door.intake import Served
+from workers.door.pressure import Pressure
 from workers.door.stream import Pulse, Stream, Window
 
 MAX_MESSAGE_BYTES = 16 * 1024 * 1024
@@ -28,22 +29,21 @@ class GatewaySide:
     def __init__(
         self,
         holdings: Holdings,
+        pressure: Pressure,
         clock: Clock,
         pulse: Callable[[], Pulse],
         *,
         worker_id: str,
         build: str,
         window: Window,
-        retained_bytes: int,
     ) -> None:
-        """`retained_bytes`: most that is kept for one gateway before its requests pause."""
         self._holdings = holdings
+        self._pressure = pressure
         self._clock = clock
         self._pulse = pulse
         self._worker_id = worker_id
         self._build = build
         self._window = window
-        self._retained_bytes = retained_bytes
 
     def connect(self, hello: worker_pb2.Hello, wake: Callable[[], None]) -> Stream:
         """A gateway's stream begins: first connect, late open and reconnect alike. Raises if it cannot."""
@@ -123,10 +123,8 @@ class GatewaySide:
         for delivery in stream.acknowledge(seq):
             self._holdings.retire(delivery)
         gateway = stream.outlet.gateway
-        if gateway.pressed and gateway.retained < self._retained_bytes // 2:
-            gateway.pressed = False
-            for delivery in gateway.deliveries:
-                self._holdings.pause(delivery, False)
+        if gateway.pressed:
+            self._pressure.judge(gateway)
 
     def _cancel(self, stream: Stream, order: worker_pb2.CancelOutput) -> None:
         known = order.request_id in self._holdings.held

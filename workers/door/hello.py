@@ -62,13 +62,13 @@ def _resume(delivery: Delivery, places: Iterable[worker_pb2.NextIndex], done: Re
     delivery.seen = True
     for place in places:
         cursor = delivery.cursors[place.choice] if place.choice < len(delivery.cursors) else None
-        if cursor is None or place.index > cursor.produced:
+        if cursor is None or place.index > cursor.source.produced:
             done.drop.append(delivery)
             done.say.append((delivery.execution.request_id, _not_held()))
             return
         if place.index < cursor.acked:
             done.stop.append((delivery, place.choice, place.index))
-        delivery.acknowledge(cursor, place.index)
+        cursor.acknowledge(place.index)
     done.open.append(delivery)
 
 

@@ -18,7 +18,7 @@ from shared.wire import Stamp
 from trunkline.worker.v1 import worker_pb2
 from workers.door import events
 from workers.door.delivery import Delivery
-from workers.door.execution import Execution, Stage
+from workers.door.execution import Execution
 from workers.door.fencing import Fences
 from workers.door.intake import Served
 from workers.door.ledger import Capacity, Ledger
@@ -146,7 +146,7 @@ class Holdings:
         execution = delivery.execution
         self.by_key.pop(execution.key, None)
         self.ledger.give(execution.key)
-        execution.ending, execution.stage = event, Stage.ENDED
+        execution.live, execution.ending = False, event
         self._observer.ended(execution, outcome)
         if delivery.stream is not None:
             delivery.stream.mark(delivery)
@@ -163,7 +163,7 @@ class Holdings:
         self._forget(delivery)
         self.outlets.detach(delivery, last_word)
         if live:
-            execution.stage = Stage.DROPPED
+            execution.live = False
             self._observer.ended(execution, "dropped")
             self._cancel(delivery)
         elif execution.key not in self.by_key:
@@ -194,7 +194,7 @@ class Holdings:
         if not choice.finish:
             self.tell(m.StopChoice(delivery.execution.key, number))
         choice.cut(at_index)
-        delivery.cut(cursor)
+        cursor.cut()
         if delivery.stream is not None:
             delivery.stream.mark(delivery)
 

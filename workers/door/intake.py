@@ -181,9 +181,7 @@ def _encoding(sub: worker_pb2.Submission, key: int, served: Served) -> Intake:
         budget_ms=sub.budget_ms,
         traceparent=sub.traceparent,
     )
-    # Bytes are set aside once it is known that there may be so many.
-    vectors = len(lengths) if len(lengths) * served.vector_bytes <= MAX_BULK_BYTES else 0
-    return Intake(encode, need, bulk=BulkResult(vectors, served.vector_bytes, sum(lengths)))
+    return Intake(encode, need, bulk=BulkResult(len(lengths), served.vector_bytes, sum(lengths)))
 
 
 def _too_large(intake: Intake, served: Served) -> Flaw | None:
@@ -192,7 +190,7 @@ def _too_large(intake: Intake, served: Served) -> Flaw | None:
         return _large(f"{need.longest} tokens of cache are needed, this worker has {served.kv_tokens}")
     if need.sequences > served.sequences:
         return _large(f"{need.sequences} sequences at once are too many, the limit is {served.sequences}")
-    if intake.bulk is not None and not intake.bulk.data:
+    if intake.bulk is not None and intake.bulk.total > MAX_BULK_BYTES:
         return _large(f"the embeddings take more than {MAX_BULK_BYTES} bytes")
     return None
 

@@ -10,7 +10,6 @@ from collections.abc import Callable
 
 from shared.clock import Clock
 from trunkline.common.v1 import common_pb2
-from workers.door.execution import Stage
 from workers.door.holdings import Holdings
 from workers.door.intake import Served
 from workers.engine import messages as m
@@ -36,7 +35,7 @@ class Loads:
     def current(self) -> common_pb2.Load:
         """The load now. What waits is at least what was admitted and is in no step yet: the engine may not know it."""
         ledger = self._holdings.ledger
-        fresh = [each.execution for each in self._holdings.live if each.execution.stage is Stage.WAITING]
+        fresh = [each.execution for each in self._holdings.live if each.execution.waiting]
         engine = self.engine
         block = self.served.block_size if self.served is not None else 0
         return common_pb2.Load(
@@ -56,5 +55,5 @@ class Loads:
     def oldest_waiting_ms(self) -> float:
         """Age of the oldest admission that is in no step yet."""
         now = self._clock.monotonic()
-        waiting = (each.execution for each in self._holdings.live if each.execution.stage is Stage.WAITING)
+        waiting = (each.execution for each in self._holdings.live if each.execution.waiting)
         return max(((now - each.times.admitted) * 1e3 for each in waiting if each.paused_at is None), default=0.0)

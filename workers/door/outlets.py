@@ -22,7 +22,6 @@ class Gateway:
 
     id: str
     incarnation: int
-    retained: int = 0  # bytes kept until it acknowledges them
     pressed: bool = False  # some of its requests are paused
     outlets: dict[int, Outlet] = field(default_factory=dict)  # by lane
 
@@ -31,6 +30,11 @@ class Gateway:
         """All that is delivered to it."""
         for outlet in self.outlets.values():
             yield from outlet.deliveries.values()
+
+    @property
+    def retained(self) -> int:
+        """Bytes kept until it acknowledges them."""
+        return sum(delivery.retained for delivery in self.deliveries)
 
 
 @dataclass(slots=True, eq=False)

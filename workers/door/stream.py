@@ -7,6 +7,7 @@ before it is sent, so a stream that falls behind coalesces by itself and holds n
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import deque
 from collections.abc import Callable
@@ -19,7 +20,6 @@ from shared.wire import HEARTBEAT_S, IDLE_HEARTBEAT_S
 from trunkline.worker.v1 import worker_pb2
 from workers.door.batch import MAX_BYTES, Batch, Sent
 from workers.door.delivery import Delivery
-from workers.door.execution import BulkResult
 
 if TYPE_CHECKING:
     from workers.door.outlets import Outlet
@@ -63,7 +63,6 @@ class Stream:
         self.generation = hello.stream_generation
         self.outlet = outlet
         self.closing: TrunklineError | None = None
-        self.dropped_notices = 0
         self._hello: worker_pb2.Hello | None = hello
         self._clock = clock
         self._pulse = pulse
@@ -89,12 +88,12 @@ class Stream:
         self._carried += 1
         self.mark(delivery)
 
-    def mark(self, delivery: Delivery, *, urgent: bool = False) -> None:
+    def mark(self, delivery: Delivery, urgent: bool = False) -> None:
         """There is something new of a delivery that it carries; `urgent`: not to be held back by the flush rule."""
         if not self._dirty or (urgent and not self._urgent):
+            self._urgent = self._urgent or urgent
             self._wake()
         self._dirty[delivery] = None
-        self._urgent = self._urgent or urgent
 
     def leave(self, delivery: Delivery, event: worker_pb2.RequestEvent | None) -> None:
         """Carries `delivery` no longer; `event` is the last thing said of it, after what is under way."""
@@ -108,12 +107,15 @@ class Stream:
         self.notice_id(event, delivery.execution.request_id, delivery.handle if delivery.stream is self else 0)
 
     def notice_id(self, event: worker_pb2.RequestEvent, request_id: bytes, handle: int = 0) -> None:
-        """Says an event once of a request that may never have been here. Past the bound the oldest goes, counted."""
+        """Says an event once of a request that may never have been here.
+
+        A peer that asks for more than it reads loses its stream; the next Hello settles what was left unsaid.
+        """
         event.handle = handle
         event.request_id = b"" if handle else request_id
         if len(self._notices) == MAX_NOTICES:
-            self._notices.popleft()
-            self.dropped_notices += 1
+            self.abandon(TrunklineError(Reason.SLOW_READER, f"{MAX_NOTICES} events wait to be read"))
+            return
         self._notices.append(event)
         self._wake()
 
@@ -125,10 +127,7 @@ class Stream:
         while self._under_way and self._under_way[0].seq <= seq:
             sent = self._under_way.popleft()
             self._under_way_bytes -= sent.size
-            for delivery in sent.opened:
-                delivery.seen = True
-            for delivery, cursor, end, finish in sent.marks:
-                delivery.acknowledge(cursor, end, finish=finish)
+            sent.acknowledge()
             ended.extend(sent.endings)
         if self._pending:
             self._wake()
@@ -208,12 +207,17 @@ class Stream:
     def _collect(self) -> Batch:
         """As much as fits of what is new; what does not fit stays dirty, in its place."""
         batch = Batch(self._max_bytes)
-        while self._dirty and not batch.full:
-            delivery = next(iter(self._dirty))
-            if not self._put(delivery, batch):
+        whole = 0
+        for delivery in self._dirty:
+            if batch.room <= 0 or not self._put(delivery, batch):
                 break
-            del self._dirty[delivery]
-        while self._notices and not batch.full:
+            whole += 1
+        if whole == len(self._dirty):
+            self._dirty.clear()
+        else:
+            for delivery in list(itertools.islice(self._dirty, whole)):
+                del self._dirty[delivery]
+        while self._notices and batch.room > 0:
             batch.event(self._notices.popleft())
         self._urgent = self._pending
         return batch
@@ -224,16 +228,18 @@ class Stream:
             self._handles += 1
             delivery.handle = self._handles
             batch.open(delivery)
-        if isinstance(delivery.cursors[0].source, BulkResult):
-            if not delivery.drained:
+        execution = delivery.execution
+        if execution.bulk is not None:
+            if not delivery.cursors[0].drained:
                 return False
-        elif not batch.runs(delivery):
+        elif not batch.choices(delivery):
             return False
-        for event in delivery.news:
-            event.handle = delivery.handle
-            batch.event(event)
-        delivery.news.clear()
-        ending = delivery.execution.ending
+        if delivery.news:
+            for event in delivery.news:
+                event.handle = delivery.handle
+                batch.event(event)
+            delivery.news.clear()
+        ending = execution.ending
         if ending is not None and not delivery.ending_sent:
             ending.handle = delivery.handle
             batch.end(delivery, ending)
@@ -245,19 +251,18 @@ class Stream:
         delivery = next(iter(self._dirty), None)
         if delivery is None:
             return None
-        cursor = delivery.cursors[0]
-        result = cursor.source
-        assert isinstance(result, BulkResult), "only bulk results stay in line behind an empty batch"
-        start, end = cursor.sent, min(cursor.produced, cursor.sent + self._max_bytes - PIECE_OVERHEAD)
+        cursor, result = delivery.cursors[0], delivery.execution.bulk
+        assert result is not None, "only bulk results stay in line behind an empty batch"
+        start, end = cursor.sent, min(result.produced, cursor.sent + self._max_bytes - PIECE_OVERHEAD)
         cursor.sent = end
         self._dirty[delivery] = self._dirty.pop(delivery)
-        self._sending(Sent(self._seq + 1, end - start, marks=[(delivery, cursor, end, False)], endings=[], opened=[]))
+        self._sending(Sent(self._seq + 1, end - start, runs=[(0, 0, start, end - start, 0, 0, cursor)]))
         return worker_pb2.BulkPiece(
             seq=self._seq,
             handle=delivery.handle,
             kind=worker_pb2.BulkPiece.KIND_EMBEDDING,
             offset=start,
-            total=len(result.data),
+            total=result.total,
             data=bytes(result.data[start:end]),
             prompt_tokens=result.prompt_tokens,
         )
