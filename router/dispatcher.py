@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import logging
 from collections.abc import Iterator
 from typing import Final
 
@@ -31,6 +32,8 @@ from shared.errors import TrunklineError
 from shared.ids import Rng
 from trunkline.router.v1 import router_pb2
 from trunkline.worker.v1 import worker_pb2
+
+_log = logging.getLogger(__name__)
 
 TICK_S: Final = 0.25
 DECISIONS_A_TURN: Final = 256  # then other tasks get their turn
@@ -300,6 +303,7 @@ class Dispatcher:
             case "rejected":
                 self._put_back(item, "rejected")
             case "mismatch" if result.mismatch.what == worker_pb2.Mismatch.WHAT_MALFORMED:
+                _log.error("worker %s calls a submission malformed: %s", worker.worker_id, result.mismatch.message)
                 self._fail(item, refusals.malformed())
             case "mismatch":
                 item.mismatched(incarnation, result.mismatch.what)
