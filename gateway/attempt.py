@@ -37,6 +37,14 @@ class Kind(Enum):
     FAILED = "failed"  # the worker gave a reason
 
 
+class _Gap(Enum):
+    """Whether runs did not join on, and what was done about it."""
+
+    NONE = "none"
+    ASKED = "asked"  # for a replay; until it comes, more of the same is expected
+    REPLAYED = "replayed"
+
+
 @dataclass(frozen=True)
 class End:
     """The end of an attempt. `bound`: a worker had opened it. `incarnation`: the worker concerned, 0 if none."""
@@ -117,7 +125,7 @@ class Attempt:
         self._span = span
         self._on_bound = on_bound
         self._stops_told = 0
-        self._resynced = False
+        self._gap = _Gap.NONE
         self._farewell: asyncio.TimerHandle | None = None
 
     def opened(self, seat: Seat, handle: int) -> bool:
@@ -125,6 +133,8 @@ class Attempt:
         if self.ended.done() or (self.bound and self.seat is not seat):
             return False
         self.seat, self.handle = seat, handle
+        if self._gap is _Gap.ASKED:
+            self._gap = _Gap.REPLAYED
         self._stops_told = 0
         self._tell_stops()
         if not self.bound:
@@ -238,9 +248,9 @@ class Attempt:
             self._stops_told = len(stops)
 
     def _unfit(self, fit: Fit) -> None:
-        """A gap may be a lost batch: ask for a replay once. What differs from the transcript is no replay's fault."""
-        if fit is Fit.GAP and not self._resynced and self.seat is not None:
-            self._resynced = True
+        """A gap may be a lost batch: ask for a replay once. What differs from the transcript no replay can mend."""
+        if fit is Fit.GAP and self._gap is _Gap.NONE and self.seat is not None:
+            self._gap = _Gap.ASKED
             self.seat.resync("a run does not join on")
-        else:
+        elif fit is Fit.DIVERGED or self._gap is _Gap.REPLAYED:
             self.end(Kind.UNFIT, message=f"its tokens do not join on ({fit.value})")

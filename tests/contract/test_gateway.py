@@ -264,20 +264,25 @@ async def test_a_client_that_leaves_before_or_after_the_first_token_frees_the_wo
         assert (record.state, record.reason) == (CANCELLED, "CLIENT_GONE")
 
 
-async def test_a_client_that_takes_nothing_is_cancelled(redis_url: str, tmp_path: Path) -> None:
+async def test_a_client_that_takes_nothing_is_cancelled_and_its_call_is_broken_off(
+    redis_url: str, tmp_path: Path
+) -> None:
     settings = {"limits": {"slow_reader_ms": 500}}
-    async with world(redis_url, tmp_path, fakes={"lengths": (10**6,), "step_s": 0.0002}, **settings) as (
-        client, _, (worker,)
-    ):  # fmt: skip
-        call = client.generate(spec(PROMPT, return_token_ids=True, max_tokens=4000))
+    async with world(redis_url, tmp_path, fakes={"lengths": (10**6,) * 16}, **settings) as (client, _, (worker,)):
+        asked = spec(PROMPT, n=16)
+        asked.sampling.logprobs = 20  # the transport takes what it can hold before the client's silence is felt
+        call = client.generate(asked)
         said = await first_token(call)
         assert said.started is not None
-        # The transport takes what it can hold before the client's silence is felt.
-        await until(lambda: not worker.held, 20)
-        ended = client.gateway.core.table.ended(said.started.request_id)
-        if worker.cancels:
-            assert ended is not None
-            assert (ended.state, ended.reason) == (CANCELLED, "SLOW_READER")
+        request_id = said.started.request_id
+        await until(lambda: client.gateway.core.table.ended(request_id) is not None, 10)
+        ended = client.gateway.core.table.ended(request_id)
+        assert ended is not None
+        assert (ended.state, ended.reason) == (CANCELLED, "SLOW_READER")
+        await until(lambda: not worker.held)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await rest(call, said)
+        assert caught.value.code() is not grpc.StatusCode.OK
 
 
 async def test_cancel_waits_for_the_engine_and_the_stream_ends_cancelled(redis_url: str, tmp_path: Path) -> None:

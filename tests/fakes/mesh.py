@@ -451,7 +451,8 @@ class MeshWorker(worker_pb2_grpc.WorkerServiceServicer):
             )
             batch.token_ids.extend(new)
             if held.sub.generate.sampling.HasField("logprobs"):
-                entry = common_pb2.TokenLogprob(chosen=-0.5, top_ids=[1, 2], top_logprobs=[-0.5, -1.5])
+                best = range(1, held.sub.generate.sampling.logprobs + 1)
+                entry = common_pb2.TokenLogprob(chosen=-0.5, top_ids=best, top_logprobs=[-0.5 * each for each in best])
                 batch.logprobs.add(run=len(batch.handle) - 1, tokens=[entry] * len(new))
             sent[choice] = (len(made), bool(finish))
 
