@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import random
 import resource
 import statistics
@@ -20,6 +21,7 @@ import torch
 
 from shared.clock import SYSTEM_CLOCK
 from tests.bench.facts import machine_facts
+from workers.app import SPINS
 from workers.engine import messages as m
 from workers.engine.batch import KVCache
 from workers.engine.blocks import BlockPool
@@ -161,8 +163,13 @@ def main() -> None:
 
 def _in_a_process(model: Path, mode: str, threads: int, runs: int) -> dict[str, object]:
     command = [sys.executable, "-m", "tests.bench.engine_cpu", f"--model={model}", f"--mode={mode}"]
+    environment = {**os.environ, "GOMP_SPINCOUNT": SPINS}  # as a worker starts its engine
     done = subprocess.run(
-        [*command, f"--threads={threads}", f"--runs={runs}"], capture_output=True, text=True, check=False
+        [*command, f"--threads={threads}", f"--runs={runs}"],
+        capture_output=True,
+        text=True,
+        check=False,
+        env=environment,
     )
     if done.returncode:
         sys.exit(done.stderr)

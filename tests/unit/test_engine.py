@@ -121,6 +121,14 @@ def test_a_stopped_choice_ends_alone_and_the_last_one_ends_the_request() -> None
     assert isinstance(rig.notes.ended[1], m.Finished)
 
 
+def test_an_encode_has_no_choices_to_stop() -> None:
+    rig = Rig()
+    rig.say(m.Encode(1, [m.pack_tokens([4])]), m.StopChoice(1, 0))
+    rig.finish()
+    assert rig.notes.vectors.keys() == {1}
+    assert not rig.notes.finishes
+
+
 def test_every_cancel_is_answered_with_the_step_after_which_nothing_is_held() -> None:
     rig = Rig()
     rig.say(admit(1, [2] * 40, 100, ignore_eos=True))

@@ -154,7 +154,9 @@ class Engine:
 
     def _stop(self, key: int, choice: int) -> None:
         request = self._scheduler.requests.get(key)
-        for row in request.sequences if request else ():
+        if request is None or isinstance(request.spec, m.Encode):
+            return  # it ended in the step before, or has no choices
+        for row in request.sequences:
             if row.choice == choice and row.alive:
                 self._end(row, m.Finish.STOP)
 
