@@ -59,9 +59,9 @@ def tensors(config: Mapping[str, Any] = CONFIG, seed: int = 0) -> dict[str, torc
     }  # fmt: skip
 
     def random(*shape: int) -> torch.Tensor:
-        return torch.randn(shape, generator=generator) * (0.6 * shape[-1] ** -0.5 if len(shape) > 1 else 0.1)
+        return torch.randn(shape, generator=generator) * (1.5 * shape[-1] ** -0.5 if len(shape) > 1 else 0.1)
 
-    made = {"model.embed_tokens.weight": 2 * random(config["vocab_size"], hidden) * hidden**0.5}
+    made = {"model.embed_tokens.weight": 0.2 * hidden**0.5 * random(config["vocab_size"], hidden)}
     for layer in range(config["num_hidden_layers"]):
         for name, shape in shapes.items():
             made[f"model.layers.{layer}.{name}.weight"] = random(*shape)

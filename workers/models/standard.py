@@ -6,7 +6,7 @@ other row counts (fp32 results at one row differ from those at four), so rows go
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -18,6 +18,8 @@ from workers.models.rope import RopeTable
 
 ROW_BLOCK = 16  # rows of one product
 KEY_BLOCK = 64  # keys of one partial attention sum
+WHOLE_VECTORS = 64  # elements: a multiple of what torch computes at a time, on any processor
+UNSHARED = 1 << 14  # elements: torch shares out element-wise work from 2^15 on
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +71,7 @@ class StandardOps:
         self, qkv: torch.Tensor, table: RopeTable, batch: RaggedBatch, keys: torch.Tensor, values: torch.Tensor
     ) -> None:
         kv_heads, head_dim = keys.shape[1], keys.shape[3]
-        heads = qkv.view(len(qkv), -1, head_dim)
+        heads = qkv.view(len(qkv), qkv.shape[1] // head_dim, head_dim)
         positions = batch.positions.long()
         _rotate(heads[:, :-kv_heads], table.cos[positions], table.sin[positions])
         block, offset = batch.slots.long() // BLOCK_SIZE, batch.slots.long() % BLOCK_SIZE
@@ -80,7 +82,7 @@ class StandardOps:
         self, qkv: torch.Tensor, batch: RaggedBatch, keys: torch.Tensor, values: torch.Tensor, scale: float
     ) -> torch.Tensor:
         kv_heads, head_dim = keys.shape[1], keys.shape[3]
-        queries = qkv.view(len(qkv), -1, head_dim)[:, : -2 * kv_heads]
+        queries = qkv.view(len(qkv), qkv.shape[1] // head_dim, head_dim)[:, : -2 * kv_heads]
         out = torch.empty_like(queries, memory_format=torch.contiguous_format)
         starts, lengths = batch.query_starts.tolist(), batch.context_lens.tolist()
         for span, length in enumerate(lengths):
@@ -93,7 +95,7 @@ class StandardOps:
 
     def swiglu(self, gate_up: torch.Tensor) -> torch.Tensor:
         gate, up = gate_up.chunk(2, dim=-1)
-        return functional.silu(gate.contiguous()) * up
+        return _elementwise(lambda piece: functional.silu(piece, inplace=True), gate) * up
 
 
 def _pad_rows(x: torch.Tensor, multiple: int) -> torch.Tensor:
@@ -101,6 +103,23 @@ def _pad_rows(x: torch.Tensor, multiple: int) -> torch.Tensor:
     padded = x.new_zeros((-(-len(x) // multiple) * multiple, *x.shape[1:]))
     padded[: len(x)] = x
     return padded
+
+
+def _elementwise(in_place: Callable[[torch.Tensor], object], x: torch.Tensor) -> torch.Tensor:
+    """A function of each element, applied to a copy of `x`.
+
+    torch's CPU code computes whole vectors in one way and what is left over, at the end of each thread's share, in
+    another; pieces of whole vectors, too small to be shared out, always take the first.
+    """
+    flat = x.flatten()
+    if x.device.type != "cpu":
+        flat = flat.clone()
+        in_place(flat)
+        return flat.view_as(x)
+    padded = _pad_rows(flat, WHOLE_VECTORS)
+    for piece in torch.split(padded, UNSHARED):
+        in_place(piece)
+    return padded[: len(flat)].view_as(x)
 
 
 def _rotate(heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
@@ -143,7 +162,7 @@ def _attend(
     key_positions = torch.arange(blocks * KEY_BLOCK, device=keys.device).view(blocks, 1, KEY_BLOCK)
     limits = functional.pad(positions, (0, ROW_BLOCK - count)).repeat(heads // kv_heads)
     scores = scores.masked_fill(key_positions > limits[:, None], float("-inf"))
-    weights = torch.exp(scores - scores.amax((1, 3), keepdim=True))
+    weights = _elementwise(torch.exp_, scores - scores.amax((1, 3), keepdim=True))
     partial, totals = weights.to(values.dtype) @ values, weights.sum(-1)
     mixed, total = partial[:, 0].float(), totals[:, 0]
     for block in range(1, blocks):
