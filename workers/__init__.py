@@ -1,0 +1,1 @@
+"""A worker group: the door process that peers see, and the engine processes behind it."""

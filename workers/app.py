@@ -113,7 +113,7 @@ async def running(
         registry.unregister(gauges)
         if store is not None:
             await store.close()
-        traces.shutdown()
+        await asyncio.to_thread(traces.shutdown)
 
 
 def _parts(config: WorkerConfig, clock: Clock, rng: Rng, traces: Tracing, store: Store | None) -> _Parts:
@@ -194,8 +194,9 @@ async def _register(parts: _Parts, run: Running) -> None:
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(registration.run())
             while True:
-                await run.lifecycle.changed()
+                version = run.lifecycle.version
                 await registration.update(run.worker.registration())
+                await run.lifecycle.changed(version)
     finally:
         await registration.close()
 

@@ -139,7 +139,7 @@ class Trial:
         assert not self.world.formula.jobs
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(SEEDS, st.sampled_from([Window(), Window(messages=2), Window(bytes=600)]))
 def test_reconnects_and_lost_acknowledgements_lose_and_double_nothing(seed: int, window: Window) -> None:
     trial = Trial(seed, window)
@@ -147,7 +147,7 @@ def test_reconnects_and_lost_acknowledgements_lose_and_double_nothing(seed: int,
     trial.check()
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(SEEDS)
 def test_attempts_that_come_back_with_a_transcript_continue_it_exactly(seed: int) -> None:
     trial = Trial(seed, Window())

@@ -77,6 +77,7 @@ class Stream:
         self._carried = 0
         self._seq = 0
         self._urgent = False
+        self._abandoned = False
         self._spoke_at = clock.monotonic()
         self._batch_at = -math.inf
 
@@ -140,9 +141,7 @@ class Stream:
 
     def abandon(self, why: TrunklineError) -> None:
         """Ends at once, sending nothing more: what it carried goes over another stream."""
-        self._hello = None
-        self._dirty.clear()
-        self._notices.clear()
+        self._abandoned = True
         self.close(why)
 
     # What the writer asks.
@@ -150,7 +149,7 @@ class Stream:
     @property
     def done(self) -> bool:
         """Nothing more will come."""
-        return self.closing is not None and not self._pending
+        return self._abandoned or (self.closing is not None and not self._pending)
 
     @property
     def due(self) -> float:

@@ -46,8 +46,9 @@ class Watch:
 
     def changed(self) -> None:
         """Something may be different."""
-        self._dirty = True
-        self._wake()
+        if not self._dirty:
+            self._dirty = True
+            self._wake()
 
     @property
     def done(self) -> bool:
