@@ -28,6 +28,7 @@ from workers.engine.sequence import Request, encoding, generation
 from workers.engine.sequence import Sequence as Row
 
 TICK_S = 0.25
+_NOTHING = Plan(())
 
 
 class Inbox(Protocol):
@@ -107,6 +108,8 @@ class Engine:
         self._drain(wait_s)
         began = self._clock.monotonic()
         self._expire(began)
+        if self._runs or self._events:
+            self._emit(_NOTHING, began)  # who was cancelled hears it now, not after another step
         plan = self._scheduler.plan()
         if plan.spans:
             self._begin(plan, began)
