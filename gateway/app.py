@@ -283,7 +283,11 @@ async def _keep_ready(lifecycle: Lifecycle, catalog: Catalog, store: Store) -> N
     while True:
         problem = catalog.problem
         lifecycle.set_ready(not problem, problem or ("" if store.available else "the state store is away"))
-        await asyncio.sleep(HEALTH_S)
+        try:
+            async with asyncio.timeout(HEALTH_S):
+                await lifecycle.changed()  # the catalog tells the health of models there
+        except TimeoutError:
+            continue
 
 
 def _gauges(core: Core) -> Mapping[str, float]:

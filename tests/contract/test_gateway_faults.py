@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import pytest
@@ -54,19 +55,37 @@ def assert_whole(said: Said) -> None:
 # --- streams that break ---------------------------------------------------------------------------------------------
 
 
-async def test_a_stream_reset_after_any_message_costs_nothing_but_time(redis_url: str, tmp_path: Path) -> None:
-    async with world(redis_url, tmp_path, fakes={"lengths": LENGTHS}) as (client, _, (worker,)):
-        await client.stream(spec(PROMPT, n=3))
-        messages = worker.batches
-        assert messages > 20
-        for number in range(1, messages + 1):
-            worker.batches = 0
-            worker.resets = {number}
-            said = await client.stream(spec(PROMPT, n=3))
-            assert_whole(said)
-            assert said.finished is not None
-            assert said.finished.receipt.attempts == 1
+async def each_with_a_worker_of_its_own(
+    client: Client,
+    router: FakeRouter,
+    others: list[MeshWorker],
+    numbers: Iterable[int],
+    harm: Callable[[MeshWorker, int], None],
+) -> list[Said]:
+    """Streams of prompts (number, 6, 7), each at a worker that `harm` prepares, ten at a time; they must be whole."""
+    workers = {number: MeshWorker(f"own{number}", lengths=LENGTHS) for number in numbers}
+    router.place = lambda request: [workers[request.submission.generate.prompt[0]], *others]
+    room = asyncio.Semaphore(10)
+
+    async def one(number: int, worker: MeshWorker) -> Said:
+        async with room, worker:
+            harm(worker, number)
+            said = await client.stream(spec((number, 6, 7), n=3))
             worker.resets.clear()  # a run that coalesced has fewer messages
+        whole = {choice: expected((number, 6, 7), choice, length) for choice, length in enumerate(LENGTHS)}
+        assert said.texts == whole, f"the text differs in run {number}"
+        return said
+
+    return await asyncio.gather(*(one(number, worker) for number, worker in workers.items()))
+
+
+async def test_a_stream_reset_after_any_message_costs_nothing_but_time(redis_url: str, tmp_path: Path) -> None:
+    def reset(worker: MeshWorker, number: int) -> None:
+        worker.resets = {number}
+
+    async with world(redis_url, tmp_path) as (client, (router,), _):
+        all_said = await each_with_a_worker_of_its_own(client, router, [], range(1, max(LENGTHS) + 3), reset)
+        assert all(said.finished is not None and said.finished.receipt.attempts == 1 for said in all_said)
 
 
 async def test_a_stream_reset_after_every_message_costs_nothing_but_time(redis_url: str, tmp_path: Path) -> None:
@@ -224,20 +243,17 @@ async def test_a_worker_that_never_opens_what_it_was_said_to_have_is_given_up(
 
 
 async def test_a_worker_killed_at_any_step_costs_nothing_but_time(redis_url: str, tmp_path: Path) -> None:
-    async with world(redis_url, tmp_path, fakes={"lengths": LENGTHS}) as (client, (router,), (survivor,)):
-        for step in range(1, max(LENGTHS) + 2):
-            async with MeshWorker(f"victim{step}", lengths=LENGTHS) as victim:
-                killed = asyncio.Event()
-                victim.stepped = lambda number, at=step, killed=killed: killed.set() if number == at else None
-                router.workers = [victim, survivor]
-                stream = asyncio.create_task(client.stream(spec(PROMPT, n=3)))
-                await killed.wait()
-                await victim.kill()
-                said = await stream
-                assert_whole(said)
-                assert said.finished is not None
-                assert said.finished.receipt.attempts <= 2
-                assert said.finished.receipt.migrations <= 1
+    async with world(redis_url, tmp_path, fakes={"lengths": LENGTHS}) as (client, (router,), survivors):
+        kills: set[asyncio.Task[None]] = set()
+
+        def kill(worker: MeshWorker, number: int) -> None:
+            worker.stepped = lambda step: kills.add(asyncio.create_task(worker.kill())) if step == number else None
+
+        all_said = await each_with_a_worker_of_its_own(client, router, survivors, range(1, max(LENGTHS) + 2), kill)
+        await asyncio.gather(*kills)
+        receipts = [said.finished.receipt for said in all_said if said.finished is not None]
+        assert all(receipt.attempts <= 2 and receipt.migrations <= 1 for receipt in receipts)
+        assert sum(receipt.migrations for receipt in receipts) > max(LENGTHS) / 2
 
 
 async def test_the_next_attempt_carries_what_was_emitted_and_excludes_the_lost_incarnation(

@@ -538,6 +538,7 @@ class FakeRouter(router_pb2_grpc.RouterServiceServicer):
         self.address = "127.0.0.1:0"
         self.requests: list[router_pb2.SubmitRequest] = []
         self.left: list[tuple[bytes, int]] = []  # (id, attempt) whose call was cancelled
+        self.place: Callable[[router_pb2.SubmitRequest], Sequence[MeshWorker]] = lambda _request: self.workers
         self.before: deque[Script] = deque()
         self.after: deque[Script] = deque()
         self.draining = False
@@ -600,7 +601,9 @@ class FakeRouter(router_pb2_grpc.RouterServiceServicer):
 
     def _pick(self, request: router_pb2.SubmitRequest) -> MeshWorker:
         wanted = request.submission.artefact_hash
-        living = [worker for worker in self.workers if worker.alive and worker.incarnation not in request.excluded]
+        living = [
+            worker for worker in self.place(request) if worker.alive and worker.incarnation not in request.excluded
+        ]
         if not living:
             raise TrunklineError(Reason.NO_REPLICA, "no replica of the model is available", retry_after_s=1.0)
         serving = [worker for worker in living if worker.serves.artefact_hash == wanted]
