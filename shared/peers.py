@@ -147,7 +147,9 @@ class Peers:
 
 
 def _info(row: Sequence[str]) -> PeerInfo | None:
+    """None for what is no registration: an entry that lapsed under its list, or one that something else wrote."""
     fields = dict(zip(row[::2], row[1::2], strict=True))
-    if not fields.get("address"):
+    try:
+        return PeerInfo(fields["id"], fields["address"], int(fields["incarnation"], 16), fields)
+    except (KeyError, ValueError):
         return None
-    return PeerInfo(fields["id"], fields["address"], int(fields.get("incarnation", "0"), 16), fields)

@@ -28,14 +28,16 @@ TIMEOUT_S: Final = 1.0
 PROBE_S: Final = 0.5
 MAX_CONNECTIONS: Final = 16
 MAX_BEHIND: Final = 10_000
-PIPELINE: Final = 256
+PIPELINE: Final = 64  # writes a batch: about 2 ms of the loop
+CLOSE_S: Final = 3.0
 
-# What means "not now": unreachable, silent, still loading, demoted to a replica, out of memory.
+# What means "not now": unreachable, silent, still loading, demoted to a replica, out of memory, closed to us.
 _AWAY: Final = (
     exceptions.ConnectionError,
     exceptions.TimeoutError,
     exceptions.ReadOnlyError,
     exceptions.OutOfMemoryError,
+    exceptions.NoPermissionError,
     OSError,
     TimeoutError,
 )
@@ -76,7 +78,9 @@ class Store:
             url,
             client_name=name,
             decode_responses=True,
-            socket_timeout=TIMEOUT_S,
+            # Its own time limit on sending goes by asyncio.wait_for, which swallows cancellation on Python 3.11; every
+            # call here has one of ours instead.
+            socket_timeout=None,
             socket_connect_timeout=TIMEOUT_S,
             max_connections=MAX_CONNECTIONS + 3,  # beside the gate: the probe, and the writer with its pipeline
             retry=None,
@@ -97,9 +101,9 @@ class Store:
         self._tasks = [asyncio.create_task(self._keep_probing()), asyncio.create_task(self._keep_writing())]
 
     async def close(self) -> None:
-        """Write what waits (at most a second), then close."""
+        """Write what waits, for at most CLOSE_S and while the store is there; then close."""
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(TIMEOUT_S):
+            async with asyncio.timeout(CLOSE_S if self.available else 0):
                 await self._idle.wait()
         if self._behind:
             _log.warning("%d writes to the state store were not made", len(self._behind))
@@ -144,7 +148,7 @@ class Store:
             async with self._gate:
                 if not self.available:  # it went while this call waited for its turn
                     raise StateAway
-                async with asyncio.timeout(2 * TIMEOUT_S):
+                async with asyncio.timeout(TIMEOUT_S):
                     return await call()
         except _AWAY as exc:
             self._mark(False, exc)
@@ -195,7 +199,7 @@ class Store:
         if available != self.available:
             self.available = available
             _available.set(available)
-            _log.warning("the state store is %s", "back" if available else f"away ({type(why).__name__})")
+            _log.warning("the state store %s", "answers" if available else f"is away ({type(why).__name__})")
             self._wake.set()
 
     async def _keep_writing(self) -> None:

@@ -65,10 +65,10 @@ def artefact_dir() -> Path:
 
 @pytest.fixture
 async def unblocked(caplog: pytest.LogCaptureFixture) -> AsyncIterator[None]:
-    """Fails the test if any one step on its loop took longer than 100 ms."""
+    """Fails the test if any one step on its loop took longer than 250 ms (machines that run tests are busy)."""
     loop = asyncio.get_running_loop()
     loop.set_debug(True)
-    loop.slow_callback_duration = 0.1
+    loop.slow_callback_duration = 0.25
     with caplog.at_level(logging.WARNING, logger="asyncio"):
         yield
     loop.set_debug(False)
