@@ -15,6 +15,7 @@ from pathlib import Path
 
 from tests.bench.facts import machine_facts
 from tests.e2e.harness import Answer, Mesh, clients, spec
+from trunkline.inference.v1 import inference_pb2
 
 STAGES = (
     "admit_ms", "tokenise_ms", "router_queue_ms", "dispatch_ms", "worker_queue_ms", "prefill_ms", "decode_ms",
@@ -30,6 +31,11 @@ def quantile(values: Sequence[float], share: float) -> float:
     return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
 
 
+def _spec(index: int, tokens: int) -> inference_pb2.GenerationSpec:
+    """A short prompt given as token ids, so that no tokenising is measured."""
+    return spec([100 + index, 504, 3575, 282, 4649, 314], tokens, ignore_eos=True)
+
+
 async def _one_by_one(mesh: Mesh, count: int) -> list[Answer]:
     async with clients(mesh) as (client, *_):
         return [
@@ -39,10 +45,7 @@ async def _one_by_one(mesh: Mesh, count: int) -> list[Answer]:
 
 async def _at_once(mesh: Mesh, count: int) -> list[Answer]:
     async with clients(mesh) as (client, *_), asyncio.TaskGroup() as group:
-        tasks = [
-            group.create_task(client.stream(spec([100 + i, 504, 3575, 282, 4649, 314], 32, ignore_eos=True)))
-            for i in range(count)
-        ]
+        tasks = [group.create_task(client.stream(_spec(i, 32))) for i in range(count)]
     return [task.result() for task in tasks]
 
 

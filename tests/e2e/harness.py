@@ -7,6 +7,7 @@ mesh's own process table names.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 import signal
 import subprocess
@@ -17,6 +18,7 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import grpc
 import msgspec
@@ -153,11 +155,17 @@ class Client:
         finally:
             call.cancel()
         assert finished is not None, "the stream ended without Finished"
-        gaps = [later - earlier for earlier, later in zip(times, times[1:], strict=False)]
+        gaps = [later - earlier for earlier, later in itertools.pairwise(times)]
         total = time.monotonic() - began
         return Answer(
             request_id, "".join(text), finish, finished.usage, finished.receipt, times[0] - began, total, gaps
         )
+
+
+async def to_its_end(call: grpc.aio.UnaryStreamCall[Any, Any]) -> None:
+    """Reads what is left of a stream; raises what ends it."""
+    while await call.read() is not grpc.aio.EOF:
+        pass
 
 
 @asynccontextmanager

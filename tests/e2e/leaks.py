@@ -69,6 +69,11 @@ async def _open_records(mesh: Mesh) -> dict[str, object]:
     return found
 
 
+def _held(field: str, value: str) -> bool:
+    """A reservation, or a count of them that is not back at none."""
+    return field.startswith("l:") or (field.startswith("n:") and value != "0")
+
+
 def _blocks_used(samples: dict[str, float]) -> float:
     idle = samples["trunkline_worker_kv_tokens_free"] + samples["trunkline_worker_kv_tokens_cached"]
     return samples["trunkline_worker_kv_tokens_total"] - idle

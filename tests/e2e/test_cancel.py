@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import random
-import statistics
 import time
 
 import grpc
 import pytest
 
-from tests.e2e.harness import Client, Mesh, clients, spec
+from tests.e2e.harness import Client, Mesh, clients, spec, to_its_end
 from tests.e2e.leaks import assert_nothing_left
 from trunkline.inference.v1 import inference_pb2
 
@@ -44,8 +44,7 @@ async def _cancelled(client: Client, other: Client, request: inference_pb2.Gener
         took_ms = (time.monotonic() - began) * 1e3
         assert answer.confirmed, "the engine did not confirm"
         with pytest.raises(grpc.aio.AioRpcError) as ended:
-            while await call.read():
-                pass
+            await to_its_end(call)
         assert ended.value.code() is grpc.StatusCode.CANCELLED
         return took_ms
     finally:
@@ -72,12 +71,14 @@ async def test_500_random_cancels_are_freed_within_a_step_and_leak_nothing(mesh:
             prompt = f"{index}. " + "word " * rng.randrange(1, 60)
             group.create_task(one(opened, index, rng.uniform(0.0, 1.5), prompt))
     await assert_nothing_left(mesh)
-    step_ms = (
-        max(mesh.metrics(worker)["trunkline_worker_engine_max_step_seconds"] for worker in mesh.processes("worker"))
-        * 1e3
-    )
     p99 = sorted(freed_ms)[int(0.99 * len(freed_ms))]
-    print(
-        f"{len(freed_ms)} cancels by name: p50 {statistics.median(freed_ms):.1f}, p99 {p99:.1f} ms; longest step {step_ms:.1f} ms"
-    )
-    assert p99 <= step_ms + GRACE_MS
+    step_ms = longest_step_ms(mesh)
+    said = f"{len(freed_ms)} cancels by name: p99 {p99:.1f} ms, longest step {step_ms:.1f} ms"
+    assert p99 <= step_ms + GRACE_MS, said
+    logging.getLogger(__name__).info(said)
+
+
+def longest_step_ms(mesh: Mesh) -> float:
+    """Of the last minute, over all engines."""
+    workers = mesh.processes("worker")
+    return max(mesh.metrics(worker)["trunkline_worker_engine_max_step_seconds"] for worker in workers) * 1e3

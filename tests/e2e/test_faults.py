@@ -14,7 +14,7 @@ import pytest
 from google.rpc import error_details_pb2
 from grpc_status import rpc_status
 
-from tests.e2e.harness import MODEL, Client, Mesh, clients, spec, trunkctl
+from tests.e2e.harness import MODEL, Client, Mesh, clients, spec, to_its_end, trunkctl
 from tests.e2e.leaks import assert_nothing_left
 from trunkline.inference.v1 import inference_pb2
 
@@ -83,7 +83,8 @@ async def test_a_huge_body_is_refused_on_both_faces(mesh: Mesh) -> None:
     status, body = await asyncio.to_thread(
         _post, mesh, json.dumps({"model": MODEL, "prompt": "x" * (9 << 20)}).encode()
     )
-    assert status in (400, 413) and "error" in body
+    assert status in (400, 413)
+    assert "error" in body
 
 
 @pytest.mark.parametrize("body", [b"", b"{", b'{"model": "\xff\xfe"}', b"[]", b'{"model": 5}'])
@@ -158,8 +159,7 @@ async def test_a_generation_can_be_looked_up_and_cancelled_through_any_gateway(m
         )
         assert done.confirmed
         with pytest.raises(grpc.aio.AioRpcError) as ended:
-            while await call.read():
-                pass
+            await to_its_end(call)
         assert ended.value.code() is Code.CANCELLED
         foreign = _new_key(mesh)
         await asyncio.sleep(2.5)
@@ -179,7 +179,8 @@ async def test_embeddings_travel_the_bulk_lane(mesh: Mesh) -> None:
             inference_pb2.EmbedRequest(model=MODEL, inputs=inputs), metadata=opened[1].metadata, timeout=60
         )
     vectors = [list(embedding.values) for embedding in answer.embeddings]
-    assert len(vectors) == len(texts) and len(vectors[0]) == 576
+    assert len(vectors) == len(texts)
+    assert len(vectors[0]) == 576
     assert abs(sum(x * x for x in vectors[0]) - 1.0) < 1e-4
     assert vectors[0] == vectors[3]
 
@@ -192,5 +193,6 @@ def test_a_taken_port_is_named_with_its_holder(artefact_dir: Path, tmp_path: Pat
         port = holder.getsockname()[1]
         done = trunkctl(tmp_path, "mesh", "up", "--detach", "--http-port", str(port), timeout=60)
     assert done.returncode == 1
-    assert str(port) in done.stderr and "python" in done.stderr
+    assert str(port) in done.stderr
+    assert "python" in done.stderr
     assert "Traceback" not in done.stderr

@@ -54,7 +54,9 @@ async def test_a_generation_is_streamed_from_started_to_finished(mesh: Mesh) -> 
     }
     events = await _curl(mesh, f"{SERVICE}/Generate", body)
     kinds = [next(iter(event)) for event in events]
-    assert kinds[0] == "started" and kinds[-1] == "finished" and set(kinds[1:-1]) == {"delta"}
+    assert kinds[0] == "started"
+    assert kinds[-1] == "finished"
+    assert set(kinds[1:-1]) == {"delta"}
     assert "".join(event["delta"].get("text", "") for event in events[1:-1]).startswith(" Paris")  # type: ignore[attr-defined]
 
 
