@@ -55,7 +55,8 @@ def wait_ready(
                 raise CommandError(_last_words(home, "supervisor"))
             ready = _newly_ready(home, waiting)
             for spec in ready:
-                console.print(f"[green]✓[/] {spec.name:<10} {_ports(spec)} [dim]{clock.monotonic() - born:.1f} s[/]")
+                took = f"{clock.monotonic() - born:.1f} s"
+                console.print(f"[green]✓[/] {spec.name:<10} {took:>7}  [dim]{_ports(spec)}[/]", soft_wrap=True)
             waiting = [spec for spec in waiting if spec not in ready]
             if waiting and clock.monotonic() - born > timeout_s:
                 names = ", ".join(spec.name for spec in waiting)

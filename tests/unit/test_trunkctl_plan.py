@@ -9,10 +9,14 @@ from pathlib import Path
 import pytest
 import yaml
 
+from gateway.config import GatewayConfig
+from router.config import RouterConfig
+from shared.config import load
 from shared.ports import PortTaken
 from trunkctl.failure import CommandError
 from trunkctl.home import Home
 from trunkctl.plan import Ports, Wish, make_plan
+from workers.config import WorkerConfig
 
 
 @pytest.fixture
@@ -51,6 +55,12 @@ def test_configuration_files_say_what_the_plan_says(home: Home) -> None:
         assert {kind: config[f"{kind}_listen"] for kind in spec.ports} == {
             kind: f"127.0.0.1:{port}" for kind, port in spec.ports.items()
         }
+
+
+def test_every_stage_takes_its_configuration(home: Home) -> None:
+    types = {"gateway": GatewayConfig, "router": RouterConfig, "worker": WorkerConfig}
+    for spec in make_plan(home, wish()).specs[1:]:
+        assert load(home.run / f"{spec.name}.yaml", types[spec.role]).id == spec.name
 
 
 def test_workers_share_the_cores_and_get_one_at_least(home: Home) -> None:
