@@ -91,6 +91,10 @@ test-quick: $(VENV)/.packages kernels ## unit and property tests: no mesh, no mo
 test-e2e: setup ## the tests that run a whole mesh of real processes
 	@$(RUN) -m pytest tests -m e2e
 
+bench: setup ## the engine alone, then the whole mesh, on this machine; results in tests/bench/results
+	@$(RUN) -m tests.bench.engine_cpu
+	@$(RUN) -m tests.bench.mesh_cpu
+
 ##@ Check, and mend what can be mended
 
 .PHONY: verify fix verify-lint fix-lint verify-format fix-format verify-types verify-imports

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -58,7 +59,7 @@ def test_configuration_files_say_what_the_plan_says(home: Home) -> None:
 
 
 def test_every_stage_takes_its_configuration(home: Home) -> None:
-    types = {"gateway": GatewayConfig, "router": RouterConfig, "worker": WorkerConfig}
+    types: dict[str, Any] = {"gateway": GatewayConfig, "router": RouterConfig, "worker": WorkerConfig}
     for spec in make_plan(home, wish()).specs[1:]:
         assert load(home.run / f"{spec.name}.yaml", types[spec.role]).id == spec.name
 
