@@ -85,11 +85,11 @@ $(MODEL)/manifest.json: | $(VENV)/.packages kernels
 test: setup ## the whole suite
 	@$(RUN) -m pytest tests
 
-test-quick: $(VENV)/.packages kernels ## unit and property tests: no mesh, no model, nothing slow
-	@$(RUN) -m pytest tests/unit tests/property -m 'not slow'
+test-quick: setup ## unit and property tests
+	@$(RUN) -m pytest tests/unit tests/property
 
 test-e2e: setup ## the tests that run a whole mesh of real processes
-	@$(RUN) -m pytest tests -m e2e
+	@$(RUN) -m pytest tests/e2e
 
 bench: setup ## the engine alone, then the whole mesh, on this machine; results in tests/bench/results
 	@$(RUN) -m tests.bench.engine_cpu
