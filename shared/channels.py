@@ -127,10 +127,14 @@ class _StreamCall:
 
 
 class _UnaryCall(_StreamCall):
-    """Calls of one unary method."""
+    """Calls of one unary method. With a budget that is spent nothing is sent: AioRpcError, DEADLINE_EXCEEDED."""
 
     def __call__(self, *requests: Any, timeout: float | None = None, **kwargs: Any) -> Any:
-        return super().__call__(*requests, timeout=call.remaining_s() if timeout is None else timeout, **kwargs)
+        if timeout is None:
+            timeout = call.remaining_s()
+            if timeout == 0.0:  # which the transport would round up to a millisecond
+                raise grpc.aio.AioRpcError(grpc.StatusCode.DEADLINE_EXCEEDED, grpc.aio.Metadata(), grpc.aio.Metadata())
+        return super().__call__(*requests, timeout=timeout, **kwargs)
 
 
 def read(metadata: object) -> Mapping[str, str]:

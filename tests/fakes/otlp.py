@@ -22,7 +22,7 @@ class OtlpReceiver(trace_service_pb2_grpc.TraceServiceServicer):
         self.endpoint = f"127.0.0.1:{self._server.add_insecure_port('127.0.0.1:0')}"
         self._server.start()
 
-    def Export(  # noqa: N802 - the protocol's name
+    def Export(
         self, request: trace_service_pb2.ExportTraceServiceRequest, context: grpc.ServicerContext
     ) -> trace_service_pb2.ExportTraceServiceResponse:
         with self._arrived:

@@ -109,6 +109,10 @@ async def refused(call: Any) -> TrunklineError:
     return from_rpc(caught.value)
 
 
+async def asked(mesh: Mesh) -> Any:
+    return await mesh.router.Lookup(LOOKUP)
+
+
 async def queue_full(request: Any, context: Any) -> Any:
     raise TrunklineError(Reason.QUEUE_FULL, "The queue is full.", retry_after_s=0.5)
 
@@ -286,17 +290,13 @@ async def test_a_cancelled_caller_raises_cancelled_and_the_server_hears_of_it() 
             heard.set()
 
     async with Mesh(lookup=lookup).serving() as mesh:
-        task = asyncio.create_task(waiting(mesh))
+        task = asyncio.create_task(asked(mesh))
         await asyncio.sleep(0.1)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
         async with asyncio.timeout(2):
             await heard.wait()
-
-
-async def waiting(mesh: Mesh) -> Any:
-    return await mesh.router.Lookup(LOOKUP)
 
 
 # --- all shapes of handlers ---
@@ -357,7 +357,8 @@ async def test_without_a_deadline_none_appears_and_an_explicit_one_wins() -> Non
 async def test_a_budget_that_is_spent_refuses_the_next_call_at_once() -> None:
     async with Mesh().serving() as mesh:
         with rpc.budget(0.0):
-            assert (await refused(mesh.router.Lookup(LOOKUP))).reason is Reason.RUN_EXPIRED
+            assert (await refused(asked(mesh))).reason is Reason.RUN_EXPIRED
+        assert mesh.remaining is None, "the server was asked"
 
 
 async def test_a_standing_stream_takes_no_deadline_from_the_call_that_opens_it() -> None:
@@ -393,7 +394,7 @@ async def test_what_a_handler_calls_or_starts_hangs_under_its_own_span() -> None
     async with Mesh().serving() as far:
 
         async def lookup(request: Any, context: Any) -> Any:
-            return await asyncio.create_task(waiting(far))
+            return await asyncio.create_task(asked(far))
 
         async with Mesh(lookup=lookup).serving(public=True) as near:
             await near.router.Lookup(LOOKUP)
