@@ -19,14 +19,14 @@ float add_and_square(float *x, const float *delta, int64_t width) {
         value.part[v] += load(delta + i + v * kLanes);
         store(x + i + v * kLanes, value.part[v]);
       }
-      squares.part[v] = value.part[v] * value.part[v] + squares.part[v];
+      squares.part[v] = multiply_add(value.part[v], value.part[v], squares.part[v]);
     }
   }
   if (i < width) {
     if (delta != nullptr)
       for (int64_t j = i; j < width; ++j) x[j] += delta[j];
     const Wide value = wide_load_some(x + i, width - i);
-    for (int v = 0; v < kVectors; ++v) squares.part[v] = value.part[v] * value.part[v] + squares.part[v];
+    for (int v = 0; v < kVectors; ++v) squares.part[v] = multiply_add(value.part[v], value.part[v], squares.part[v]);
   }
   return wide_sum(squares);
 }

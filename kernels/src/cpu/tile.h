@@ -40,7 +40,7 @@ inline void tile(const TileArgs &args) {
     for (int r = 0; r < R; ++r) {
       const Vec scalar = fill(a[r * a_stride + k]);
 #pragma GCC unroll 16
-      for (int n = 0; n < N; ++n) sum[r][n] = scalar * column[n] + sum[r][n];
+      for (int n = 0; n < N; ++n) sum[r][n] = multiply_add(scalar, column[n], sum[r][n]);
     }
   }
 #pragma GCC unroll 16
