@@ -231,8 +231,9 @@ class Attempt:
 
     def _took(self, now: float) -> None:
         if self.stages.first_token is None:
+            self.stages.first_token = now
             self._span.add_event("first_token")
-        self.stages.token(now)
+        self.stages.last_token = now
         self._tell_stops()
         if self._farewell is None and self.work.complete:
             self._farewell = asyncio.get_running_loop().call_later(_FAREWELL_S, self._part)
@@ -242,7 +243,7 @@ class Attempt:
 
     def _tell_stops(self) -> None:
         stops = self.work.stops()
-        if self.seat is not None:
+        if self.seat is not None and len(stops) > self._stops_told:
             for stop in stops[self._stops_told :]:
                 self.seat.stop(self, stop)
             self._stops_told = len(stops)

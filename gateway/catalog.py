@@ -66,7 +66,9 @@ class Catalog:
         self._views: dict[str, _View] = {}
         self._watching: dict[str, asyncio.Task[None]] = {}
         self._models: dict[str, list[common_pb2.ModelVersion]] = {}
-        self._prepared: set[_Key] = set()
+        self._preparing: set[_Key] = set()  # or prepared
+        self._prepared = False  # the first kit is there
+        self._change = asyncio.Event()
 
     # What others ask.
 
@@ -101,7 +103,9 @@ class Catalog:
         """Why no request can be served now; empty if it can."""
         if not any(view.live for view in self._views.values()):
             return "no router can be reached"
-        return "" if self._models else "no model is served"
+        if not self._models:
+            return "no model is served"
+        return "" if self._prepared else "the models' tokenizers are being prepared"
 
     # What routers tell.
 
@@ -119,19 +123,29 @@ class Catalog:
                         self._watching.pop(address).cancel()
                         del self._views[address]
                 for version in self.versions()[:MAX_KITS]:
-                    if _key(version) not in self._prepared:
-                        self._prepared.add(_key(version))
+                    if _key(version) not in self._preparing:
+                        self._preparing.add(_key(version))
                         tasks.create_task(self._prepare(version))
-                await asyncio.sleep(LOOK_S)
+                await self._changed()
 
     async def _prepare(self, version: common_pb2.ModelVersion) -> None:
         """Have a version's kit ready before its first request."""
         try:
             await self._kits.get(version)
+            self._prepared = True
         except TrunklineError as exc:
             _log.warning("%s %s cannot be prepared: %s", version.model, version.version, exc)
             await asyncio.sleep(PREPARE_AGAIN_S)
-            self._prepared.discard(_key(version))
+            self._preparing.discard(_key(version))
+
+    async def _changed(self) -> None:
+        """Return when the models have changed, or the routers may have."""
+        try:
+            async with asyncio.timeout(LOOK_S):
+                await self._change.wait()
+        except TimeoutError:
+            return
+        self._change.clear()
 
     async def _watch(self, address: str, view: _View) -> None:
         while True:
@@ -200,7 +214,8 @@ class Catalog:
         models: dict[str, list[common_pb2.ModelVersion]] = {}
         for key in sorted(merged, reverse=True):
             models.setdefault(key[0], []).append(merged[key])
-        self._prepared &= merged.keys()
+        self._preparing &= merged.keys()
+        self._change.set()
         self._tell_health(models)
         self._models = models
 

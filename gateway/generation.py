@@ -8,7 +8,7 @@ long is cancelled.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Final
 
@@ -205,9 +205,9 @@ class Generation(Request):
         """Nothing of a generation travels in pieces."""
         return Fit.DIVERGED
 
-    def stops(self) -> list[Stop]:
+    def stops(self) -> Sequence[Stop]:
         """Choices ended here."""
-        return list(self.transcript.stops())
+        return self.transcript.stops()
 
     def next_indices(self) -> list[worker_pb2.NextIndex]:
         """Where each choice goes on."""

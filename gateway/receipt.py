@@ -51,11 +51,6 @@ class AttemptStages:
     cached_tokens: int = 0
     worker: str = ""
 
-    def token(self, now: float) -> None:
-        """Tokens came."""
-        self.first_token = now if self.first_token is None else self.first_token
-        self.last_token = now
-
 
 def make(stages: Stages, now: float, trace_id: str) -> common_pb2.Receipt:
     """The receipt of a request that ends `now`."""

@@ -9,8 +9,8 @@ import asyncio
 import base64
 import binascii
 import re
-from collections.abc import AsyncIterator
-from contextlib import AbstractAsyncContextManager, aclosing
+from collections.abc import AsyncIterator, Iterator
+from contextlib import AbstractAsyncContextManager, aclosing, contextmanager
 from typing import Any, Final
 
 import grpc
@@ -32,6 +32,7 @@ Context = grpc.aio.ServicerContext[Any, Any]
 _REQUEST_ID: Final = re.compile(r"[0-9a-f]{32}")
 _PAGE: Final = 100
 _MAX_PAGE: Final = 1000
+_TELL_S: Final = 1.0  # for a status to be written to a client that is stuck
 _NO_TRACE: Final = ("", "")  # the call's own span is the parent
 
 
@@ -52,13 +53,15 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         self._catalog = catalog
         self._lookup = lookup
 
-    async def Generate(self, request: pb.GenerateRequest, context: Context) -> AsyncIterator[pb.GenerateResponse]:
-        """Generates and streams."""
+    async def Generate(  # type: ignore[override]  # a stub's caller sees the same stream
+        self, request: pb.GenerateRequest, context: Context
+    ) -> None:
+        """Generates and streams. Writes by itself: a client that takes nothing is felt in the write."""
         async with self._start(request.spec, context) as generation:
-            generation.on_stuck = _break_off()
-            async with aclosing(generation.events()) as events:
-                async for event in events:
-                    yield event
+            with _broken_off_when_stuck(generation):
+                async with aclosing(generation.events()) as events:
+                    async for event in events:
+                        await context.write(event)
 
     async def Complete(self, request: pb.CompleteRequest, context: Context) -> pb.CompleteResponse:
         """Generates and answers once."""
@@ -187,11 +190,27 @@ async def _whole(generation: Generation) -> pb.CompleteResponse:
     return answer
 
 
-def _break_off() -> Any:
-    """Ends this call from outside: a client that takes nothing cannot be told so."""
-    task = asyncio.current_task()
+@contextmanager
+def _broken_off_when_stuck(generation: Generation) -> Iterator[None]:
+    """Ends this call when its client takes nothing. The status waits behind what the client has not taken: it is sent
+    on its way, and nobody stays to see it arrive."""
+    task, loop = asyncio.current_task(), asyncio.get_running_loop()
     assert task is not None, "a handler runs in a task"
-    return task.cancel
+    stuck = False
+
+    def break_off() -> None:
+        nonlocal stuck
+        stuck = True
+        task.cancel()
+        loop.call_later(_TELL_S, task.cancel)
+
+    generation.on_stuck = break_off
+    try:
+        yield
+    except asyncio.CancelledError:
+        if not stuck or task.uncancel():
+            raise
+        raise TrunklineError(Reason.SLOW_READER, "the client took nothing for too long") from None
 
 
 def _budget_ms() -> int | None:

@@ -64,7 +64,7 @@ class Run(NamedTuple):
 
     choice: int
     start: int
-    ids: Sequence[int]
+    ids: list[int]
     finish: int = GOES_ON
     stop_token: int | None = None
     logprobs: Sequence[common_pb2.TokenLogprob] = ()
@@ -104,11 +104,13 @@ class Transcript:
         if fit is Fit.TAKEN:
             if self.form.stops:
                 self._advance(choice)
-            if len(choice.ids) >= self.form.max_tokens and not choice.finish:
+            held = len(choice.ids)
+            if held >= self.form.max_tokens and not choice.finish:
                 choice.finish = LENGTH
-                self._stops.append(Stop(choice.index, len(choice.ids)))
-            self.tokens += len(choice.ids) - before
-            self._open -= bool(choice.finish)
+                self._stops.append(Stop(choice.index, held))
+            self.tokens += held - before
+            if choice.finish:
+                self._open -= 1
         return fit
 
     def stops(self) -> Sequence[Stop]:
@@ -178,7 +180,7 @@ class _Choice:
         if known < 0:
             return Fit.GAP
         overlap = min(known, len(run.ids))
-        if overlap and list(run.ids[:overlap]) != self.ids[run.start : run.start + overlap]:
+        if overlap and run.ids[:overlap] != self.ids[run.start : run.start + overlap]:
             return Fit.DIVERGED
         if known > len(run.ids) and run.finish:
             return Fit.DIVERGED

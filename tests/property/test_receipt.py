@@ -34,9 +34,9 @@ def test_the_parts_are_never_negative_and_their_sum_is_the_total(
         last.router_queue_ms, last.worker_queue_ms, last.prefill_ms = reported[2:5]
         last.decode_ms = reported[5] if decode_known else None
         if tokens:
-            last.token(now)
+            last.first_token = now
             now += steps[0]
-            last.token(now)
+            last.last_token = now
     now += steps[1]
     stages.text_s, stages.client_wait_s = reported[6] / 1000, reported[7] / 1000
     made = receipt.make(stages, now, "trace")
@@ -51,8 +51,7 @@ def test_each_stage_claims_its_own_time_and_the_hops_are_what_is_left() -> None:
     stages.attempt_began(0.003)
     last = stages.attempt_began(0.013)
     last.router_queue_ms, last.worker_queue_ms, last.prefill_ms, last.decode_ms = 2.0, 3.0, 20.0, 50.0
-    last.token(0.043)
-    last.token(0.093)
+    last.first_token, last.last_token = 0.043, 0.093
     stages.text_s, stages.client_wait_s = 0.0004, 0.0002
     made = receipt.make(stages, 0.094, "trace")
     got = {part: round(getattr(made, part), 6) for part in PARTS}
