@@ -133,8 +133,13 @@ class _UnaryCall(_StreamCall):
         if timeout is None:
             timeout = call.remaining_s()
             if timeout == 0.0:  # which the transport would round up to a millisecond
-                raise grpc.aio.AioRpcError(grpc.StatusCode.DEADLINE_EXCEEDED, grpc.aio.Metadata(), grpc.aio.Metadata())
+                raise _spent()
         return super().__call__(*requests, timeout=timeout, **kwargs)
+
+
+def _spent() -> grpc.aio.AioRpcError:
+    nothing = grpc.aio.Metadata()
+    return grpc.aio.AioRpcError(grpc.StatusCode.DEADLINE_EXCEEDED, nothing, nothing, "the budget is spent", None)
 
 
 def read(metadata: object) -> Mapping[str, str]:

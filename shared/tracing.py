@@ -122,8 +122,6 @@ class Exporting(SpanProcessor):
 
     def on_end(self, span: ReadableSpan) -> None:
         """Take a span to be exported; past the bound it is lost."""
-        if span.context is None or not span.context.trace_flags.sampled:
-            return
         if self._ending.is_set() or len(self._waiting) >= MAX_WAITING:
             _lost.labels(self._to).inc()
             return

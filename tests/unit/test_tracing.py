@@ -126,13 +126,13 @@ def test_a_collector_that_never_answers_holds_up_neither_spans_nor_the_end() -> 
         before = lost("otlp")
         traces = setup(TracingConfig(otlp_endpoint=f"127.0.0.1:{silent.getsockname()[1]}"), ME, None)
         began = time.monotonic()
-        for _ in range(1000):
+        for _ in range(5000):
             traces.tracer.start_span("x").end()
-        assert time.monotonic() - began < 1.0
+        assert time.monotonic() - began < 2.0
         began = time.monotonic()
         traces.shutdown()
         assert time.monotonic() - began < 5.0
-        until(lambda: lost("otlp") == before + 1000)
+        until(lambda: lost("otlp") == before + 5000)
 
 
 def test_spans_past_the_bound_are_counted_and_lost(monkeypatch) -> None:  # type: ignore[no-untyped-def]
