@@ -243,7 +243,7 @@ async def _serving(
 def _public(core: Core, authenticator: Authenticator, tracer: trace.Tracer) -> grpc.aio.Server:
     lifecycle = core.parts.lifecycle
     server = make_server(tracer=tracer, public=True, identity=lifecycle.identity, clock=core.parts.clock)
-    service = InferenceService(authenticator, core.generations, core.embeddings, core.catalog, core.lookup)
+    service = InferenceService(authenticator, core.generations, core.embeddings, core.catalog, core.lookup, tracer)
     inference_pb2_grpc.add_InferenceServiceServicer_to_server(service, server)
     add_health(server, lifecycle)
     add_reflection(server, (INFERENCE_SERVICE,))

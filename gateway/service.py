@@ -14,6 +14,7 @@ from contextlib import AbstractAsyncContextManager, aclosing, contextmanager
 from typing import Any, Final
 
 import grpc
+from opentelemetry import trace
 
 from gateway import prompt
 from gateway.auth import Authenticator, Principal, Scope
@@ -46,12 +47,14 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         embeddings: Embeddings,
         catalog: Catalog,
         lookup: Lookup,
+        tracer: trace.Tracer,
     ) -> None:
         self._authenticator = authenticator
         self._generations = generations
         self._embeddings = embeddings
         self._catalog = catalog
         self._lookup = lookup
+        self._tracer = tracer
 
     async def Generate(  # type: ignore[override]  # a stub's caller sees the same stream
         self, request: pb.GenerateRequest, context: Context
@@ -144,11 +147,12 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         )  # fmt: skip
 
     def _principal(self, context: Context, scope: Scope | None = None, model: str | None = None) -> Principal:
-        metadata = channels.read(context.invocation_metadata())
-        principal = self._authenticator.authenticate(metadata.get("authorization"))
-        if scope is not None:
-            self._authenticator.authorize(principal, scope, model)
-        return principal
+        with self._tracer.start_as_current_span("auth", record_exception=False):
+            metadata = channels.read(context.invocation_metadata())
+            principal = self._authenticator.authenticate(metadata.get("authorization"))
+            if scope is not None:
+                self._authenticator.authorize(principal, scope, model)
+            return principal
 
     async def _request_id(self, tenant: str, request: pb.CancelGenerationRequest | pb.GetGenerationRequest) -> str:
         match request.WhichOneof("key"):

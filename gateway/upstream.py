@@ -116,7 +116,8 @@ class Upstream:
         request.excluded.extend(course.excluded)
         request.submission.traceparent, request.submission.tracestate = inject(span)
         try:
-            end = await self._run(errand, attempt, request)
+            with trace.use_span(span, record_exception=False, set_status_on_exception=False):
+                end = await self._run(errand, attempt, request)
             _describe(span, end)
             return end
         except asyncio.CancelledError:
