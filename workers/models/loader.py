@@ -57,7 +57,7 @@ def load_model(
     """Verify and load an artefact; raises ArtefactError when anything in it is not as converted.
 
     `kernel_mode` is `fused` or `standard`; the model says in its own `kernel_mode` which one serves. `threads` compute,
-    the caller's among them.
+    the caller's among them. Sets torch's thread count for the whole process: 1 where our kernels serve.
     """
     if kernel_mode not in KERNEL_MODES:
         raise ValueError(f"kernel_mode {kernel_mode!r} is not one of {', '.join(KERNEL_MODES)}")
