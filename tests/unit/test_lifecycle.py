@@ -232,9 +232,15 @@ async def test_a_port_is_free_again_right_after_its_server_stopped() -> None:
 
 
 def test_a_module_is_named_and_its_arguments_are_not() -> None:
-    with subprocess.Popen([sys.executable, "-m", "http.server", "0", "--bind", "127.0.0.1"], cwd=ROOT) as process:
-        assert re.fullmatch(r"python[\d.]* -m http.server", _name(process.pid))
-        process.kill()
+    command = [sys.executable, "-m", "http.server", "0", "--bind", "127.0.0.1"]
+    unbuffered = os.environ | {"PYTHONUNBUFFERED": "1"}
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, env=unbuffered) as process:
+        try:
+            assert process.stdout is not None
+            process.stdout.readline()  # it runs: before that /proc may not show its arguments yet
+            assert re.fullmatch(r"python[\d.]* -m http.server", _name(process.pid))
+        finally:
+            process.kill()
 
 
 @pytest.mark.parametrize(
