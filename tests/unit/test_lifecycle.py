@@ -11,7 +11,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 
 import grpc
@@ -32,15 +32,23 @@ ME = Identity("router", "r0", 0xFF)
 ROOT = Path(__file__).parent.parent.parent
 
 
-def python(code: str, **environment: str) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, "-c", code],
+@contextmanager
+def python(*arguments: str) -> Iterator[subprocess.Popen[str]]:
+    """A Python process, ended with the scope."""
+    path = f"{ROOT}{os.pathsep}{ROOT / 'protos/gen/python'}"
+    process = subprocess.Popen(
+        [sys.executable, *arguments],
         stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
         text=True,
         cwd=ROOT,
-        env=os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'protos/gen/python'}"} | environment,
+        env=os.environ | {"PYTHONPATH": path, "PYTHONUNBUFFERED": "1"},
     )
+    with process:
+        try:
+            yield process
+        finally:
+            process.kill()
 
 
 # --- readiness and drain ---
@@ -116,7 +124,7 @@ sys.exit(run(main))
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_begins_the_drain_and_the_process_ends_when_its_work_does(number: signal.Signals) -> None:
-    with python(SIGNALLED.format(work=0.05)) as process:
+    with python("-c", SIGNALLED.format(work=0.05)) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "up\n"
         process.send_signal(number)
@@ -125,7 +133,7 @@ def test_a_signal_begins_the_drain_and_the_process_ends_when_its_work_does(numbe
 
 
 def test_a_second_signal_ends_the_process_at_once() -> None:
-    with python(SIGNALLED.format(work=60)) as process:
+    with python("-c", SIGNALLED.format(work=60)) as process:
         assert process.stdout is not None
         process.stdout.readline()
         process.send_signal(signal.SIGTERM)
@@ -183,13 +191,12 @@ def taken(request: pytest.FixtureRequest) -> Iterator[tuple[int, int]]:
         "print(s.getsockname()[1], flush=True)\n"
         "time.sleep(60)"
     )
-    with python(listening) as process:
+    with python("-c", listening) as process:
         assert process.stdout is not None
         line = process.stdout.readline()
         if not line:
             pytest.skip(f"{request.param} is not there on this machine")
         yield int(line), process.pid
-        process.kill()
 
 
 async def test_a_taken_port_is_named_with_the_process_that_has_it(
@@ -234,13 +241,10 @@ async def test_a_port_is_free_again_right_after_its_server_stopped() -> None:
 def test_a_module_is_named_and_its_arguments_are_not() -> None:
     command = [sys.executable, "-m", "http.server", "0", "--bind", "127.0.0.1"]
     unbuffered = os.environ | {"PYTHONUNBUFFERED": "1"}
-    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, env=unbuffered) as process:
-        try:
-            assert process.stdout is not None
-            process.stdout.readline()  # it runs: before that /proc may not show its arguments yet
-            assert re.fullmatch(r"python[\d.]* -m http.server", _name(process.pid))
-        finally:
-            process.kill()
+    with python("-m", "http.server", "0", "--bind", "127.0.0.1") as process:
+        assert process.stdout is not None
+        process.stdout.readline()  # it runs
+        assert re.fullmatch(r"python[\d.]* -m http.server", _name(process.pid))
 
 
 @pytest.mark.parametrize(
