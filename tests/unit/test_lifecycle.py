@@ -239,8 +239,6 @@ async def test_a_port_is_free_again_right_after_its_server_stopped() -> None:
 
 
 def test_a_module_is_named_and_its_arguments_are_not() -> None:
-    command = [sys.executable, "-m", "http.server", "0", "--bind", "127.0.0.1"]
-    unbuffered = os.environ | {"PYTHONUNBUFFERED": "1"}
     with python("-m", "http.server", "0", "--bind", "127.0.0.1") as process:
         assert process.stdout is not None
         process.stdout.readline()  # it runs
