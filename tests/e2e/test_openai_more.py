@@ -9,11 +9,8 @@ import urllib.request
 from typing import Any
 
 import openai
-import pytest
 
 from tests.e2e.harness import MODEL, Mesh
-
-pytestmark = pytest.mark.e2e
 
 
 def call(mesh: Mesh, path: str, body: dict[str, Any]) -> tuple[int, dict[str, str], Any]:

@@ -30,7 +30,7 @@ from workers.weights.load import check_texts, load_weights
 from workers.weights.manifest import GOLDEN, TOKENIZER, read_manifest
 from workers.weights.replay import replay
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.timeout(300)
 
 TOKENS = 64
 PROMPTS = (
