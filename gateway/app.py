@@ -27,7 +27,7 @@ from gateway.http.app import Faces, build
 from gateway.kit import Kits
 from gateway.links import Links
 from gateway.lookup import GatewayService, Lookup
-from gateway.request import Parts, RequestLimits
+from gateway.parts import Parts, RequestLimits
 from gateway.routers import Routers
 from gateway.service import InferenceService
 from gateway.table import Table
@@ -204,7 +204,7 @@ async def running(
         await core.close()
         await channels.close()
         await store.close()
-        traces.shutdown()
+        await asyncio.to_thread(traces.shutdown)
 
 
 @asynccontextmanager

@@ -183,7 +183,7 @@ class Catalog:
                         liveness.heard(message.heartbeat_ms / 1000)
                         yield message
                     elif liveness.judge(self._lag.lag_s()) is PeerState.LOST:
-                        # Its calls hang too: without the connection they fail, and go to another router.
+                        self._routers.lost(address)
                         await self._transport.forget(address)
                         raise PeerLost("the router is silent")
             finally:

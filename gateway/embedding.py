@@ -15,7 +15,8 @@ from gateway import prompt, submission, validate
 from gateway.attempt import Attempt
 from gateway.auth import Principal
 from gateway.kit import Kit
-from gateway.request import Parts, Request
+from gateway.parts import Parts
+from gateway.request import Request
 from gateway.telemetry import Story
 from gateway.transcript import Fit, Run, Stop
 from shared import rpc

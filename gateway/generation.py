@@ -16,7 +16,8 @@ from gateway import prompt, submission, validate
 from gateway.auth import Principal
 from gateway.kit import Kit
 from gateway.pacer import Pacer
-from gateway.request import Operation, Parts, Request
+from gateway.parts import Parts
+from gateway.request import Operation, Request
 from gateway.telemetry import Story
 from gateway.transcript import Fit, Form, Run, Stop, Transcript
 from shared import rpc

@@ -11,28 +11,22 @@ import logging
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import dataclass
 from typing import Final, Literal, Self
 
 from opentelemetry import trace
 
 from gateway import receipt
-from gateway.admission import Admission, Reservation
+from gateway.admission import Reservation
 from gateway.attempt import Attempt, Work
 from gateway.auth import Principal
-from gateway.catalog import Catalog
 from gateway.ledger import Headroom
+from gateway.parts import Parts
 from gateway.receipt import Stages
 from gateway.submission import Sender
-from gateway.table import Table
-from gateway.telemetry import Story, Telemetry
-from gateway.upstream import Upstream
+from gateway.telemetry import Story
 from shared import rpc, tracing
-from shared.clock import Clock
 from shared.errors import Reason, TrunklineError
-from shared.ids import Identity, Rng, incarnation_text, new_request_id
-from shared.lifecycle import Lifecycle
-from shared.records import Records
+from shared.ids import incarnation_text, new_request_id
 from shared.wire import Stamp
 from trunkline.common.v1 import common_pb2
 from trunkline.router.v1 import router_pb2
@@ -42,35 +36,6 @@ _log = logging.getLogger(__name__)
 
 Operation = Literal["chat", "text_completion", "embeddings"]
 _EXPIRED_WITHIN_S: Final = 0.01  # a client whose deadline passes leaves at the same moment
-
-
-@dataclass(frozen=True)
-class RequestLimits:
-    """What any request is held to."""
-
-    default_deadline_ms: int = 600_000
-    max_deadline_ms: int = 3_600_000
-    max_in_flight: int = 4096
-    heartbeat_s: float = 10.0
-    slow_reader_s: float = 30.0
-
-
-@dataclass(frozen=True)
-class Parts:
-    """What requests work with."""
-
-    identity: Identity
-    clock: Clock
-    rng: Rng
-    lifecycle: Lifecycle
-    catalog: Catalog
-    admission: Admission
-    records: Records
-    upstream: Upstream
-    table: Table
-    tracer: trace.Tracer
-    telemetry: Telemetry
-    limits: RequestLimits
 
 
 class Request(ABC):

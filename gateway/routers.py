@@ -6,6 +6,7 @@ out.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
@@ -30,6 +31,7 @@ class Routers:
         self._clock = clock
         self._marks: dict[str, _Mark] = {}
         self._turn = 0
+        self._on_lost: list[Callable[[str], None]] = []
 
     def addresses(self) -> list[str]:
         """All of them, in order; marks of others are forgotten."""
@@ -47,10 +49,15 @@ class Routers:
         mark = self._marks.setdefault(address, _Mark())
         mark.heard, mark.aside_until = False, self._clock.monotonic() + _ASIDE_S
 
-    @property
-    def live(self) -> int:
-        """Routers that send their models now."""
-        return sum(mark.heard for mark in self._marks.values())
+    def lost(self, address: str) -> None:
+        """It is silent for too long: calls that wait for its answer are lost too."""
+        self.failed(address)
+        for tell in self._on_lost:
+            tell(address)
+
+    def on_lost(self, tell: Callable[[str], None]) -> None:
+        """Have the addresses of silent routers told."""
+        self._on_lost.append(tell)
 
     def usable(self) -> list[str]:
         """The best there are: those that are heard and take work; else all that did not just fail; else all."""

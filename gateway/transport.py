@@ -12,7 +12,7 @@ from typing import Any, Final, Protocol, cast
 
 import grpc
 
-from shared.errors import TrunklineError, from_rpc
+from shared.errors import Reason, TrunklineError, from_rpc
 from shared.rpc import Channels
 from trunkline.gateway.v1 import gateway_pb2, gateway_pb2_grpc
 from trunkline.router.v1 import router_pb2, router_pb2_grpc
@@ -20,7 +20,7 @@ from trunkline.worker.v1 import worker_pb2, worker_pb2_grpc
 
 
 class PeerLost(Exception):
-    """The peer did not say what became of the call. `refused`: nothing listens at its address."""
+    """The peer did not say what became of the call. `refused`: what was sought there is gone; no use asking again."""
 
     def __init__(self, message: str, refused: bool = False) -> None:
         super().__init__(message)
@@ -75,7 +75,7 @@ class Transport(Protocol):
         ...
 
     async def forget(self, address: str) -> None:
-        """Nothing is wanted of this address any more: close its connections."""
+        """Connect to this address afresh the next time, without back-off. Calls on the way are not touched."""
         ...
 
 
@@ -134,7 +134,7 @@ class GrpcTransport:
         return cast(gateway_pb2.GetResponse, await _unary(stub.Get(request, timeout=_ASK_OWNER_S)))
 
     async def forget(self, address: str) -> None:
-        """Close the connections to `address`."""
+        """Connect to `address` afresh the next time."""
         await self._channels.drop(address)
 
 
@@ -193,9 +193,9 @@ class _GrpcOutputs:
 
 
 def _lost(exc: grpc.aio.AioRpcError) -> PeerLost:
-    """Any end of a stream is a loss: it carries no answer that could be a refusal."""
+    """Any end of a stream is a loss: it carries no answer that could be a refusal. WORKER_LOST: its engine is gone."""
     lost = failure(exc)
-    return lost if isinstance(lost, PeerLost) else PeerLost(lost.message)
+    return lost if isinstance(lost, PeerLost) else PeerLost(lost.message, refused=lost.reason is Reason.WORKER_LOST)
 
 
 def _cancelling() -> bool:

@@ -91,6 +91,8 @@ class Upstream:
         self._rng = rng
         self._budget = budget
         self._limits = limits
+        self._waiting: dict[Attempt, str] = {}  # for an answer of the router at this address
+        routers.on_lost(self._router_lost)
 
     async def execute(self, errand: Errand) -> None:
         """Return when the work is complete; raises the TrunklineError it ends with. Cancelled, cancels the worker."""
@@ -145,6 +147,7 @@ class Upstream:
             return
         remaining_s = errand.remaining_s()
         request.submission.budget_ms = max(1, round(remaining_s * 1000))
+        self._waiting[attempt] = address
         try:
             response = await self._transport.submit(address, request, remaining_s + _GRACE_S)
         except PeerLost as lost:
@@ -155,6 +158,13 @@ class Upstream:
         else:
             attempt.stages.router_queue_ms = response.queue_ms
             self._links.expect(attempt, response)
+        finally:
+            del self._waiting[attempt]
+
+    def _router_lost(self, address: str) -> None:
+        for attempt, asked in list(self._waiting.items()):
+            if asked == address:
+                self._refused(attempt, Kind.UNREACHED, message="the router is silent")
 
     def _refused(self, attempt: Attempt, kind: Kind, *, error: TrunklineError | None = None, message: str = "") -> None:
         """After Opened the call's own result means nothing."""

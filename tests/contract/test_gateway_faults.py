@@ -229,7 +229,7 @@ async def test_opened_may_come_before_submits_answer_and_the_answer_then_means_n
 async def test_a_worker_that_never_opens_what_it_was_said_to_have_is_given_up(
     redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("gateway.links.OPEN_WITHIN_S", 0.3)
+    monkeypatch.setattr("gateway.link.OPEN_WITHIN_S", 0.3)
     async with world(redis_url, tmp_path, workers=2, fakes={"lengths": LENGTHS}) as (client, (router,), (one, _)):
         router.after.append(lambda _request: one.held.clear())
         said = await client.stream(spec(PROMPT, n=3))
@@ -425,6 +425,17 @@ async def test_a_router_killed_with_a_submission_in_its_queue_costs_an_attempt(r
         await asked.kill()
         assert_whole(await stream)
         assert other.requests[0].submission.attempt == 2
+
+
+async def test_submissions_with_a_router_that_falls_silent_go_to_another(redis_url: str, tmp_path: Path) -> None:
+    async with world(redis_url, tmp_path, routers=2, fakes={"lengths": LENGTHS}) as (client, fronts, _):
+        fronts[0].frozen = True
+        began = time.monotonic()
+        streams = [asyncio.create_task(client.stream(spec(PROMPT, n=3))) for _ in range(2)]
+        for stream in streams:
+            assert_whole(await stream)
+        assert 4 < time.monotonic() - began < 8
+        fronts[0].frozen = False
 
 
 async def test_running_streams_do_not_notice_that_every_router_dies(redis_url: str, tmp_path: Path) -> None:

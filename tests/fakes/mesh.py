@@ -542,6 +542,7 @@ class FakeRouter(router_pb2_grpc.RouterServiceServicer):
         self.before: deque[Script] = deque()
         self.after: deque[Script] = deque()
         self.draining = False
+        self.frozen = False  # says nothing and answers nothing, like a stopped process
         self.assets = {hashlib.sha256(data).hexdigest(): data for data in FILES.values()}
         self._router_id = router_id
         self._news = asyncio.Event()
@@ -576,6 +577,7 @@ class FakeRouter(router_pb2_grpc.RouterServiceServicer):
         self.requests.append(request)
         sub = request.submission
         try:
+            await self._thaw()
             if self.before:
                 await _done(self.before.popleft()(request))
             worker = self._pick(request)
@@ -599,6 +601,10 @@ class FakeRouter(router_pb2_grpc.RouterServiceServicer):
             dispatch_ms=0.1,
         )
 
+    async def _thaw(self) -> None:
+        while self.frozen:  # noqa: ASYNC110 - a plain flag is easier to read in tests
+            await asyncio.sleep(0.01)
+
     def _pick(self, request: router_pb2.SubmitRequest) -> MeshWorker:
         wanted = request.submission.artefact_hash
         living = [
@@ -615,6 +621,7 @@ class FakeRouter(router_pb2_grpc.RouterServiceServicer):
         self, request: router_pb2.WatchModelsRequest, context: Context
     ) -> AsyncIterator[router_pb2.WatchModelsResponse]:
         while True:
+            await self._thaw()
             news = self._news
             yield self._told(heartbeat=False)
             while not news.is_set():
@@ -622,6 +629,7 @@ class FakeRouter(router_pb2_grpc.RouterServiceServicer):
                     async with asyncio.timeout(HEARTBEAT_S):
                         await news.wait()
                 except TimeoutError:
+                    await self._thaw()
                     yield self._told(heartbeat=True)
 
     def _told(self, *, heartbeat: bool) -> router_pb2.WatchModelsResponse:

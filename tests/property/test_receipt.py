@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gateway import receipt
@@ -15,6 +15,7 @@ PARTS = (
 )  # fmt: skip
 
 
+@settings(max_examples=60, deadline=None)
 @given(
     steps=st.lists(seconds, min_size=4, max_size=4),
     attempts=st.lists(seconds, max_size=3),

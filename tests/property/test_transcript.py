@@ -7,7 +7,7 @@ import base64
 import hashlib
 import struct
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gateway.tokens import Detokenizer, Tokenizer
@@ -51,6 +51,7 @@ def collect(transcript: Transcript, texts: list[str], told: list[list[int]], end
         ends[delta.choice] = delta.finish_reason
 
 
+@settings(max_examples=60, deadline=None)
 @given(
     choices=st.lists(ids, min_size=1, max_size=3),
     stops_=stops,
@@ -99,6 +100,7 @@ def test_text_and_ids_are_those_up_to_the_stop_however_runs_come_and_are_taken(
     assert all(len(told[choice]) == at_index for choice, at_index in told_stops.items())
 
 
+@settings(max_examples=60, deadline=None)
 @given(tokens=ids, cut=st.integers(0, 40), beyond=st.integers(1, 5))
 def test_a_run_beyond_the_next_index_is_a_gap_and_changes_nothing(tokens: list[int], cut: int, beyond: int) -> None:
     transcript = Transcript(Form(choices=1, max_tokens=100), TOKENIZER, FakeClock())
@@ -109,6 +111,7 @@ def test_a_run_beyond_the_next_index_is_a_gap_and_changes_nothing(tokens: list[i
     assert not transcript.complete
 
 
+@settings(max_examples=60, deadline=None)
 @given(tokens=st.lists(st.integers(0, TEXT_TOKENS - 1), min_size=1, max_size=20), data=st.data())
 def test_other_tokens_where_some_are_known_diverge_and_change_nothing(tokens: list[int], data: st.DataObject) -> None:
     transcript = Transcript(Form(choices=1, max_tokens=100), TOKENIZER, FakeClock())
@@ -122,6 +125,7 @@ def test_other_tokens_where_some_are_known_diverge_and_change_nothing(tokens: li
     assert not transcript.complete
 
 
+@settings(max_examples=60, deadline=None)
 @given(tokens=ids, most=st.integers(1, 20))
 def test_a_transcript_never_holds_more_than_max_tokens_and_tells_the_worker_so(tokens: list[int], most: int) -> None:
     transcript = Transcript(Form(choices=1, max_tokens=most), TOKENIZER, FakeClock())
@@ -132,6 +136,7 @@ def test_a_transcript_never_holds_more_than_max_tokens_and_tells_the_worker_so(t
         assert [(stop.choice, stop.at_index) for stop in transcript.stops()] == [(0, most)]
 
 
+@settings(max_examples=60, deadline=None)
 @given(tokens=st.lists(st.integers(0, TEXT_TOKENS - 1), min_size=1, max_size=20), cuts=st.lists(st.integers(0, 19)))
 def test_a_cursor_names_tokens_characters_and_digest_of_what_was_taken(tokens: list[int], cuts: list[int]) -> None:
     transcript = Transcript(Form(choices=1, max_tokens=100, token_ids=True), TOKENIZER, FakeClock())

@@ -8,7 +8,7 @@ from collections import Counter
 from typing import Any, cast
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gateway.catalog import Catalog
@@ -142,6 +142,7 @@ def test_streams_are_held_back_only_while_the_loop_is_late() -> None:
     assert pacer.hold_s == 0
 
 
+@settings(max_examples=60, deadline=None)
 @given(total=st.integers(0, 60), data=st.data())
 def test_pieces_join_to_the_result_however_they_overlap(total: int, data: st.DataObject) -> None:
     result = bytes(number % 251 for number in range(total))
