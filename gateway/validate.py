@@ -206,7 +206,7 @@ def _stops(spec: inference_pb2.GenerationSpec, version: common_pb2.ModelVersion)
         )
     for place, token_id in enumerate(spec.stop_token_ids[:MAX_STOP_TOKENS]):
         if token_id >= version.vocab_size:
-            yield Violation(f"stop_token_ids[{place}]", f"must be below {version.vocab_size}, is {token_id}")
+            yield Violation(f"stop_token_ids[{place}]", f"must be below {version.vocab_size}")
 
 
 def _texts(spec: inference_pb2.GenerationSpec) -> Iterator[Violation]:
@@ -224,7 +224,7 @@ def _token_ids(field: str, ids: Sequence[int], vocab_size: int) -> Iterator[Viol
     elif max(ids) >= vocab_size:
         for place, token_id in enumerate(ids):
             if token_id >= vocab_size:
-                yield Violation(f"{field}[{place}]", f"must be below {vocab_size}, is {token_id}")
+                yield Violation(f"{field}[{place}]", f"must be below {vocab_size}")
 
 
 def _refuse_if_any(violations: Iterable[Violation]) -> None:
