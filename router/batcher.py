@@ -12,6 +12,7 @@ from collections.abc import Iterable
 
 import grpc
 
+from shared.channels import task_cancelled
 from shared.ids import Identity
 from shared.rpc import Channels
 from shared.wire import Stamp
@@ -80,9 +81,3 @@ class Batcher:
     async def _connect(self, address: str) -> None:
         async with asyncio.timeout(self._connect_s):
             await self._channels.get(address).channel_ready()
-
-
-def task_cancelled() -> bool:
-    """Whether a CancelledError means this task, not just a call that it awaits."""
-    task = asyncio.current_task()
-    return task is not None and task.cancelling() > 0

@@ -13,10 +13,10 @@ from typing import Final
 
 import grpc
 
-from router.batcher import task_cancelled
 from router.config import FleetConfig
 from router.fleet import SERVING, Fleet, Worker
 from router.metrics import Metrics
+from shared.channels import refused, task_cancelled
 from shared.clock import Clock
 from shared.errors import from_rpc
 from shared.ids import Identity
@@ -102,7 +102,6 @@ class Discovery:
         try:
             while True:
                 pause_s = RETRY_S[0] if await self._watch(worker) else min(2 * pause_s, RETRY_S[1])
-                self._fleet.broke(worker)
                 self._tried[worker.address].set()
                 await asyncio.sleep(pause_s)
                 if worker.state not in SERVING:
@@ -124,14 +123,14 @@ class Discovery:
                 protocol_minor=minor,
             )
         )
-        heard = False
+        heard = gone = False
         why = "ended"
         try:
             async for report in call:
                 self._heard(worker, report, first=not heard)
                 heard = True
         except grpc.aio.AioRpcError as exc:
-            why = from_rpc(exc).reason.value
+            why, gone = from_rpc(exc).reason.value, refused(exc)
         except asyncio.CancelledError:
             if task_cancelled():
                 raise
@@ -139,6 +138,7 @@ class Discovery:
         finally:
             call.cancel()
             del self._calls[worker.address]
+        self._fleet.broke(worker, refused=gone)
         self._broke(worker, why, heard)
         return heard
 

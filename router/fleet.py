@@ -244,9 +244,12 @@ class Fleet:
         described = worker.reported(report)
         self._judge(worker, topology=described)
 
-    def broke(self, worker: Worker) -> None:
-        """The worker's stream broke, or could not be opened."""
-        worker.liveness.broke()
+    def broke(self, worker: Worker, *, refused: bool = False) -> None:
+        """The worker's stream broke, or could not be opened; `refused`: nothing listens at its address any more."""
+        if refused:
+            worker.liveness.refused()
+        else:
+            worker.liveness.broke()
         self._judge(worker)
 
     def place(self, worker: Worker, need: Need) -> None:

@@ -8,6 +8,7 @@ call objects are grpc's own: their cancellation is exact, and a message costs no
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping, Sequence
 from typing import Any, Final, cast
 
@@ -140,6 +141,18 @@ class _UnaryCall(_StreamCall):
 def _spent() -> grpc.aio.AioRpcError:
     nothing = grpc.aio.Metadata()
     return grpc.aio.AioRpcError(grpc.StatusCode.DEADLINE_EXCEEDED, nothing, nothing, "the budget is spent", None)
+
+
+def refused(exc: grpc.aio.AioRpcError) -> bool:
+    """Whether the call failed because nothing listens at its address: the peer is gone, not just its connection."""
+    return "onnection refused" in (exc.details() or "")
+
+
+def task_cancelled() -> bool:
+    """Whether a CancelledError means this task, not just a call that it awaits: grpc raises it for calls that were
+    cancelled, and for those whose channel was closed."""
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
 
 
 def read(metadata: object) -> Mapping[str, str]:

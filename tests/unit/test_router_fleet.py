@@ -94,6 +94,15 @@ def test_a_broken_stream_makes_suspect_and_lost_after_a_second(fleet: Fleet, clo
     assert worker.state == "lost"
 
 
+def test_a_worker_at_whose_address_nothing_listens_is_lost_at_once(fleet: Fleet) -> None:
+    worker = fleet.add("a:1")
+    fleet.reported(worker, report())
+    fleet.broke(worker, refused=True)
+    assert worker.state == "lost"
+    fleet.reported(worker, report())
+    assert worker.state == ""
+
+
 def test_own_lag_is_not_blamed_on_workers_but_old_reports_are_not_read_either(
     fleet: Fleet, clock: FakeClock, lag: list[float]
 ) -> None:
