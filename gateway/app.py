@@ -42,6 +42,7 @@ from shared.ids import SYSTEM_RNG, Identity, Rng, new_incarnation
 from shared.lifecycle import AdminServicer, Lifecycle, bind
 from shared.ops_http import HttpServer, routes
 from shared.peers import Peers, Registration
+from shared.ports import reachable
 from shared.records import Records
 from shared.rpc import Channels, add_health, add_reflection, make_server
 from shared.state import Store
@@ -222,9 +223,9 @@ async def _serving(
         http=(web := _web(config, core, authenticator)).address,
     )
     registration = Registration(store, lifecycle.identity, {
-        "address": _reachable(gateway.internal, config),
-        "grpc": _reachable(gateway.grpc, config),
-        "http": _reachable(gateway.http, config),
+        "address": reachable(gateway.internal, config.advertise),
+        "grpc": reachable(gateway.grpc, config.advertise),
+        "http": reachable(gateway.http, config.advertise),
     })  # fmt: skip
     await public.start()
     await internal.start()
@@ -296,11 +297,6 @@ def _gauges(core: Core) -> Mapping[str, float]:
         "requests_accepted": float(core.table.accepted),
         "outputs_streams": float(core.links.open_streams),
     }
-
-
-def _reachable(address: str, config: GatewayConfig) -> str:
-    """The address under which others reach a port of this process."""
-    return f"{config.advertise}:{address.rpartition(':')[2]}" if config.advertise else address
 
 
 async def main(config: GatewayConfig) -> None:

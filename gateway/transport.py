@@ -12,6 +12,7 @@ from typing import Any, Final, Protocol, cast
 
 import grpc
 
+from shared.channels import refused, task_cancelled
 from shared.errors import Reason, TrunklineError, from_rpc
 from shared.rpc import Channels
 from trunkline.gateway.v1 import gateway_pb2, gateway_pb2_grpc
@@ -90,8 +91,7 @@ def failure(exc: grpc.aio.AioRpcError) -> TrunklineError | PeerLost:
     error = from_rpc(exc)
     if error.metadata.get("grpc") not in _BROKEN:
         return error
-    details = exc.details() or ""
-    return PeerLost(f"{exc.code().name}: {details}"[:300], refused="onnection refused" in details)
+    return PeerLost(f"{exc.code().name}: {exc.details() or ''}"[:300], refused=refused(exc))
 
 
 class GrpcTransport:
@@ -168,7 +168,7 @@ class _GrpcOutputs:
         except grpc.aio.AioRpcError as exc:
             raise _lost(exc) from exc
         except asyncio.CancelledError:
-            if self._cancelled and not _cancelling():
+            if self._cancelled and not task_cancelled():
                 raise PeerLost("the stream was broken off here") from None
             raise
         if message is cast(Any, grpc.aio).EOF:
@@ -183,7 +183,7 @@ class _GrpcOutputs:
         except asyncio.InvalidStateError as exc:
             raise PeerLost("the stream has ended") from exc
         except asyncio.CancelledError:
-            if self._cancelled and not _cancelling():
+            if self._cancelled and not task_cancelled():
                 raise PeerLost("the stream was broken off here") from None
             raise
 
@@ -196,8 +196,3 @@ def _lost(exc: grpc.aio.AioRpcError) -> PeerLost:
     """Any end of a stream is a loss: it carries no answer that could be a refusal. WORKER_LOST: its engine is gone."""
     lost = failure(exc)
     return lost if isinstance(lost, PeerLost) else PeerLost(lost.message, refused=lost.reason is Reason.WORKER_LOST)
-
-
-def _cancelling() -> bool:
-    task = asyncio.current_task()
-    return task is not None and task.cancelling() > 0

@@ -34,6 +34,7 @@ from shared.ids import SYSTEM_RNG, Identity, Rng, new_incarnation
 from shared.lifecycle import AdminServicer, Lifecycle, bind, listen
 from shared.ops_http import serve_ops
 from shared.peers import Peers, Registration
+from shared.ports import reachable
 from shared.rpc import Channels, add_health, add_reflection, make_server
 from shared.state import Store
 from shared.wire import LoopLag
@@ -213,7 +214,7 @@ async def _registered(
     if store is None:
         yield
         return
-    fields = {"address": _reachable(grpc, config), "admin": _reachable(admin, config)}
+    fields = {"address": reachable(grpc, config.advertise), "admin": reachable(admin, config.advertise)}
     registration = Registration(store, lifecycle.identity, fields)
     refreshing = asyncio.create_task(registration.run())
     try:
@@ -239,11 +240,6 @@ def _gauges(core: Core) -> Mapping[str, float]:
         "requests_in_flight": float(core.dispatcher.in_flight),
         **states,
     }
-
-
-def _reachable(address: str, config: RouterConfig) -> str:
-    """The address under which others reach a port of this process."""
-    return f"{config.advertise}:{address.rpartition(':')[2]}" if config.advertise else address
 
 
 async def main(config: RouterConfig) -> None:

@@ -76,6 +76,11 @@ def address_of(sock: socket.socket) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
+def reachable(address: str, advertise: str) -> str:
+    """The address under which others reach a port of this process: host:port, the host being `advertise` if given."""
+    return f"{advertise}:{address.rpartition(':')[2]}" if advertise else address
+
+
 def _owner(port: int) -> tuple[int | None, str | None]:
     """Pid and name of the process that listens on `port`, as far as /proc shows it."""
     sockets = {f"socket:[{inode}]" for inode in _inodes(port)}

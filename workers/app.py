@@ -24,6 +24,7 @@ from shared.ids import SYSTEM_RNG, Identity, Rng
 from shared.lifecycle import BUILD, AdminServicer, Lifecycle, bind
 from shared.ops_http import serve_ops
 from shared.peers import Peers, Registration
+from shared.ports import reachable
 from shared.rpc import add_health, add_reflection, make_server
 from shared.state import Store
 from shared.tracing import Tracing
@@ -182,9 +183,9 @@ async def _register(parts: _Parts, run: Running) -> None:
     while not run.lifecycle.ready:
         await run.lifecycle.changed()
     fields = {
-        "address": _reachable(run.grpc, parts.config),
-        "admin": _reachable(run.admin, parts.config),
-        "ops": _reachable(run.ops, parts.config),
+        "address": reachable(run.grpc, parts.config.advertise),
+        "admin": reachable(run.admin, parts.config.advertise),
+        "ops": reachable(run.ops, parts.config.advertise),
         "model": parts.assets.model,
         "version": parts.assets.version,
         "artefact": parts.assets.manifest.artefact_hash,
@@ -225,11 +226,6 @@ def _program(config: WorkerConfig) -> Program:
     if options.threads:
         environment["OMP_NUM_THREADS"] = str(options.threads)
     return Program(config.engine.module, lambda fd: [*to_arguments(fd, options), *further], environment)
-
-
-def _reachable(address: str, config: WorkerConfig) -> str:
-    """The address under which others reach a port of this process."""
-    return f"{config.advertise}:{address.rpartition(':')[2]}" if config.advertise else address
 
 
 async def main(config: WorkerConfig) -> None:
