@@ -73,10 +73,12 @@ class Generations:
         )
         async with generation.scope():
             self._open.add(generation)
+            self.pacer.streams = len(self._open)
             try:
                 yield generation
             finally:
                 self._open.discard(generation)
+                self.pacer.streams = len(self._open)
 
 
 class Generation(Request):

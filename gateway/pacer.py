@@ -8,26 +8,34 @@ from __future__ import annotations
 
 from typing import Final
 
-# Tokens that wait this long for their turn show a loop that is full; measured: at 10 ms a core is at about 90 %.
-_LATE_S: Final = 0.01
+_LATE_S: Final = 0.01  # the longest that tokens may wait for their turn before streams are held back
 _LEAST_S: Final = 0.005
 _MOST_S: Final = 0.25
-_EVERY_S: Final = 0.02
+_MOST_PER_STREAM_S: Final = 0.001  # a message costs a tenth of that: fewer streams cannot fill the loop
+_WINDOW_S: Final = 0.02
 
 
 class Pacer:
-    """One per process: additive evidence of all streams, one answer for each."""
+    """One per process: the worst that any stream saw in a short while, and one answer for all."""
 
     def __init__(self) -> None:
-        self.hold_s = 0.0
-        self._next = 0.0
+        self.streams = 0  # that are open now
+        self._hold_s = 0.0
+        self._worst_s = 0.0
+        self._ends = 0.0
+
+    @property
+    def hold_s(self) -> float:
+        """Seconds between what a stream is told and the next."""
+        return min(self._hold_s, self.streams * _MOST_PER_STREAM_S)
 
     def waited(self, late_s: float, now: float) -> None:
         """Tokens that were there waited `late_s` for the loop."""
-        if now < self._next:
+        self._worst_s = max(self._worst_s, late_s)
+        if now < self._ends:
             return
-        self._next = now + _EVERY_S
-        if late_s > _LATE_S:
-            self.hold_s = min(_MOST_S, max(_LEAST_S, self.hold_s * 1.5))
+        if self._worst_s > _LATE_S:
+            self._hold_s = min(_MOST_S, max(_LEAST_S, self._hold_s * 1.5))
         else:
-            self.hold_s = self.hold_s * 0.8 if self.hold_s > _LEAST_S else 0.0
+            self._hold_s = self._hold_s * 0.9 if self._hold_s > _LEAST_S else 0.0
+        self._worst_s, self._ends = 0.0, now + _WINDOW_S

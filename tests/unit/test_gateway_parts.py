@@ -131,15 +131,25 @@ def test_a_version_without_replicas_takes_nothing_while_another_can_and_unknown_
 
 def test_streams_are_held_back_only_while_the_loop_is_late() -> None:
     pacer = Pacer()
+    pacer.streams = 500
     for number in range(100):
         pacer.waited(0.001, number * 0.02)
     assert pacer.hold_s == 0
     for number in range(100, 130):
-        pacer.waited(0.05, number * 0.02)
+        pacer.waited(0.05, number * 0.02 - 0.01)
+        pacer.waited(0.0, number * 0.02)  # the worst of a while counts
     assert pacer.hold_s == 0.25
     for number in range(130, 200):
         pacer.waited(0.001, number * 0.02)
     assert pacer.hold_s == 0
+
+
+def test_few_streams_cannot_fill_the_loop_and_are_hardly_held_back() -> None:
+    pacer = Pacer()
+    pacer.streams = 3
+    for number in range(30):
+        pacer.waited(0.05, number * 0.02)
+    assert pacer.hold_s == 0.003
 
 
 @settings(max_examples=60, deadline=None)
