@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import json
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -38,6 +40,12 @@ REFUSAL = TrunklineError(
     "two fields are not valid",
     violations=[Violation("max_tokens", "must be at least 1"), Violation("n", "must be at most 16")],
 )
+BRACKETED = TrunklineError(
+    Reason.BAD_FIELD,
+    "a field is not valid",
+    violations=[Violation("chat.messages[0].content", "[/INST] is not allowed")],
+)
+UNKNOWN = TrunklineError(Reason.REQUEST_UNKNOWN, "no such request")
 LIMITED = TrunklineError(Reason.RPM, "too many requests", retry_after_s=1.5)
 
 
@@ -52,7 +60,7 @@ class Gateway(inference_pb2_grpc.InferenceServiceServicer):
         return inference_pb2.ListModelsResponse(models=[inference_pb2.Model(name="echo")])
 
     def Generate(self, request, context):  # type: ignore[no-untyped-def]
-        errors = {"bad": REFUSAL, "limited": LIMITED}
+        errors = {"bad": REFUSAL, "limited": LIMITED, "bracketed": BRACKETED}
         if request.spec.model in errors:
             context.abort_with_status(rpc_status.to_status(to_status(errors[request.spec.model])))
         yield inference_pb2.GenerateResponse(started=inference_pb2.Started(request_id="ab" * 16))
@@ -61,6 +69,20 @@ class Gateway(inference_pb2_grpc.InferenceServiceServicer):
             yield inference_pb2.GenerateResponse(delta=inference_pb2.Delta(text=piece))
         usage = common_pb2.Usage(prompt_tokens=3, completion_tokens=2)
         yield inference_pb2.GenerateResponse(finished=inference_pb2.Finished(usage=usage))
+
+    def GetGeneration(self, request, context):  # type: ignore[no-untyped-def]
+        if request.WhichOneof("key") == "client_request_id":
+            context.abort_with_status(rpc_status.to_status(to_status(UNKNOWN)))
+        usage = common_pb2.Usage(prompt_tokens=3, completion_tokens=2)
+        return inference_pb2.GetGenerationResponse(
+            record=common_pb2.RequestRecord(
+                request_id=request.request_id,
+                tenant="t",
+                worker_id="worker-2",
+                state=common_pb2.REQUEST_STATE_RUNNING,
+                usage=usage,
+            )
+        )
 
     def CancelGeneration(self, request, context):  # type: ignore[no-untyped-def]
         state = common_pb2.REQUEST_STATE_CANCELLED
@@ -153,6 +175,32 @@ def test_a_cancel_that_nobody_confirmed_ends_with_1(address: str, capsys: pytest
     assert run(["request", "cancel", "freed", "--address", address]) == 0
     assert run(["request", "cancel", "other", "--address", address]) == 1
     assert capsys.readouterr().out == "CANCELLED, freed\nCANCELLED, not confirmed\n"
+
+
+def test_a_request_is_shown_as_a_table_or_as_json(address: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["request", "get", "ab" * 16, "--address", address]) == 0
+    shown = capsys.readouterr().out
+    assert all(word in shown for word in ("ab" * 16, "RUNNING", "worker-2", "3 in (0 cached), 2 out"))
+    assert run(["request", "get", "ab" * 16, "--json", "--address", address]) == 0
+    assert json.loads(capsys.readouterr().out)["usage"] == {"prompt_tokens": 3, "completion_tokens": 2}
+    assert run(["request", "get", "mine", "--client-id", "--address", address]) == 1
+    assert capsys.readouterr().err == "trunkctl: REQUEST_UNKNOWN: no such request\n"
+
+
+def test_a_conversation_carries_what_was_said_until_it_begins_anew(
+    address: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO("one\ntwo\n/new\nthree\n/exit\nfour\n"))
+    assert run(["chat", "--address", address]) == 0
+    assert capsys.readouterr().out == "one" + "oneonetwo" + "three"
+
+
+def test_a_refused_turn_is_told_as_it_is_and_taken_back(
+    address: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO("one\n"))
+    assert run(["chat", "--model", "bracketed", "--address", address]) == 0
+    assert "chat.messages[0].content: [/INST] is not allowed" in capsys.readouterr().err
 
 
 def test_a_reader_that_went_away_leaves_no_traceback(tmp_path: Path) -> None:
