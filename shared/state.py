@@ -41,6 +41,8 @@ _AWAY: Final = (
     OSError,
     TimeoutError,
 )
+# Refusals that are no fault of the command: another client's script runs too long, the disk or the replicas fail.
+_AWAY_WORDS: Final = ("BUSY ", "MISCONF ", "NOREPLICAS ")
 _T = TypeVar("_T")
 _log = logging.getLogger("trunkline.state")
 _dropped = Counter("trunkline_state_writes_dropped_total", "Writes given up because the queue was full.")
@@ -150,7 +152,9 @@ class Store:
                     raise StateAway
                 async with asyncio.timeout(TIMEOUT_S):
                     return await call()
-        except _AWAY as exc:
+        except (*_AWAY, exceptions.ResponseError) as exc:
+            if not _means_away(exc):
+                raise
             self._mark(False, exc)
             raise StateAway from exc
 
@@ -218,7 +222,7 @@ class Store:
             answers = await self._pipelined(writes)
         except BaseException as exc:
             self._behind.extendleft(reversed(writes))
-            if not isinstance(exc, (*_AWAY, exceptions.NoScriptError)):
+            if not isinstance(exc, (OSError, exceptions.RedisError)):
                 raise
             self._mark(False, exc)
             return
@@ -234,7 +238,10 @@ class Store:
                 pipe.evalsha(script.sha, len(keys_), *keys_, *args)
             answers = await pipe.execute(raise_on_error=False)
         for answer in answers:
-            if isinstance(answer, (*_AWAY, exceptions.NoScriptError)):  # it restarted between loading and running
+            # It went, or it restarted between loading and running.
+            if isinstance(answer, BaseException) and (
+                _means_away(answer) or isinstance(answer, exceptions.NoScriptError)
+            ):
                 raise answer
         return list(answers)
 
@@ -244,3 +251,9 @@ class Store:
         for (_, script), there in zip(scripts.items(), known, strict=True):
             if not there:
                 await self._redis.script_load(script.text)
+
+
+def _means_away(exc: BaseException) -> bool:
+    """Whether the store does not answer now, whatever it was asked."""
+    refused = isinstance(exc, exceptions.ResponseError) and str(exc).startswith(_AWAY_WORDS)
+    return refused or isinstance(exc, _AWAY)

@@ -244,6 +244,32 @@ async def test_a_store_that_came_back_with_its_data_is_not_taken_for_a_new_one(t
             assert told == []
 
 
+async def test_a_store_held_up_by_anothers_script_is_away_and_loses_no_write(valkey: Valkey) -> None:
+    endless = "while true do end"
+    async with opened(valkey.url) as store:
+        await store.run(APPEND, ["l"], ["before"])
+        with valkey.client() as client:
+            client.config_set("busy-reply-threshold", 1)
+        held_up = asyncio.create_task(asyncio.to_thread(_evaluate, valkey, endless))
+        await asyncio.sleep(0.1)
+        store.write_behind(SET_ONCE, ["h", "w"], ["kept", 1])  # before the probe finds out
+        assert await refused_in(store) < 1.5
+        await asyncio.sleep(2 * state.PROBE_S)
+        with valkey.client() as client:
+            client.script_kill()
+        await held_up
+        await until(lambda: store.available)
+        await until(store._idle.is_set)
+        store.write_behind(SET_ONCE, ["h", "w"], ["next", 1])
+        await until(store._idle.is_set)
+        assert await store.lrange("w", 0, -1) == ["kept", "next"]
+
+
+def _evaluate(valkey: Valkey, script: str) -> None:
+    with valkey.client() as client, pytest.raises(redis.RedisError):
+        client.eval(script, 0)
+
+
 async def test_a_store_that_stands_still_costs_a_bounded_wait_once_however_many_ask(
     valkey: Valkey, unblocked: None
 ) -> None:
