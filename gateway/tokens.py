@@ -192,10 +192,6 @@ class Tokenizer:
         found: int | None = self._tokenizer.token_to_id(token)
         return found
 
-    def is_special(self, token_id: int) -> bool:
-        """Whether text leaves this token out."""
-        return token_id in self.special_ids
-
     @property
     def leading_strip(self) -> tuple[str, int]:
         """(character, count): a text that begins with the character loses at most so many of it."""

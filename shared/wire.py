@@ -184,11 +184,6 @@ class Liveness:
         self._broke_at: float | None = None
         self._refused = False
 
-    @property
-    def silent_s(self) -> float:
-        """Seconds since the peer was last heard."""
-        return self._clock.monotonic() - self._heard_at
-
     def heard(self, period_s: float | None = None) -> None:
         """Any message came. `period_s`: the heartbeat period the peer announced."""
         self._heard_at = self._clock.monotonic()

@@ -21,6 +21,8 @@ from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from workers.weights.convert import convert
+from workers.weights.load import check_texts, load_weights
+from workers.weights.manifest import Manifest, read_manifest
 
 SPECIALS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 ALPHABET = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -193,3 +195,10 @@ def _value(kind: int, value: Any) -> bytes:
         inner, items = value
         return struct.pack("<IQ", inner, len(items)) + b"".join(_value(inner, item) for item in items)
     return struct.pack({U32: "<I", F32: "<f", BOOL: "<?"}[kind], value)
+
+
+def verified(directory: Path) -> Manifest:
+    """The manifest of an artefact that loads as a whole; raises ArtefactError."""
+    manifest = read_manifest(directory)
+    load_weights(directory, manifest, check_texts(directory, manifest), 2)
+    return manifest

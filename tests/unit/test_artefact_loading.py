@@ -14,9 +14,9 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.fakes.checkpoints import small_artefact, tensors
+from tests.fakes.checkpoints import small_artefact, tensors, verified
 from workers.weights import manifest as m
-from workers.weights.load import check_texts, load_weights, verify_files
+from workers.weights.load import check_texts, load_weights
 from workers.weights.manifest import ArtefactError, Manifest, TensorEntry, read_manifest, sealed, write_manifest
 
 WEIGHTS = "model-pp0-tp0.safetensors"
@@ -31,7 +31,7 @@ def artefact(tmp_path: Path) -> Path:
 
 def refusal(artefact: Path) -> ArtefactError:
     with pytest.raises(ArtefactError) as caught:
-        verify_files(artefact, threads=2)
+        verified(artefact)
     return caught.value
 
 
@@ -63,7 +63,7 @@ def changed(name: str, **fields: object) -> Callable[[Manifest], Manifest]:
 
 
 def test_a_whole_artefact_gives_back_the_weights_it_was_made_from() -> None:
-    manifest = verify_files(small_artefact(), threads=2)
+    manifest = verified(small_artefact())
     config = check_texts(small_artefact(), manifest)
     loaded = load_weights(small_artefact(), manifest, config, 2)
     assert loaded.tensors.keys() == tensors().keys()

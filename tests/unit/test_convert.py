@@ -17,13 +17,14 @@ from tests.fakes.checkpoints import (
     small_artefact,
     tensors,
     tokenizer,
+    verified,
     write_directory,
     write_gguf,
 )
 from workers.models.config import ConfigError
 from workers.weights.convert import convert
 from workers.weights.golden import load_golden
-from workers.weights.load import check_texts, load_weights, verify_files
+from workers.weights.load import check_texts, load_weights
 from workers.weights.manifest import GOLDEN, Manifest, read_manifest
 from workers.weights.source import SourceError
 
@@ -50,7 +51,7 @@ def test_converting_twice_gives_the_same_hashes_and_replaces_what_was_there(tmp_
     first = convert(write_directory(tmp_path / "source"), tmp_path / "model")
     (tmp_path / "model" / "stray").write_text("left by somebody")
     second = convert(tmp_path / "source", tmp_path / "model")
-    assert first == second == verify_files(tmp_path / "model", 1)
+    assert first == second == verified(tmp_path / "model")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "source"]
     assert not (tmp_path / "model" / "stray").exists()
 

@@ -34,7 +34,7 @@ def test_absent_sizes_follow_from_the_others() -> None:
     config = parsed(head_dim=None, num_key_value_heads=None)
     assert (config.head_dim, config.kv_heads, config.group) == (8, 6, 1)
     explicit = parsed()
-    assert (explicit.head_dim, explicit.kv_heads, explicit.group, explicit.qkv_width) == (8, 2, 3, 80)
+    assert (explicit.head_dim, explicit.kv_heads, explicit.group) == (8, 2, 3)
     assert parsed(rope_scaling={"rope_type": "llama3", "factor": 8}).rope.original_context == 256
 
 

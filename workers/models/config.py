@@ -55,11 +55,6 @@ class ModelConfig:
         """Query heads per kv head."""
         return self.heads // self.kv_heads
 
-    @property
-    def qkv_width(self) -> int:
-        """Columns of the joined q, k and v projection."""
-        return (self.heads + 2 * self.kv_heads) * self.head_dim
-
 
 def read_config(directory: Path) -> ModelConfig:
     """The model described by `config.json` in `directory`; raises ConfigError, or OSError if it cannot be read."""

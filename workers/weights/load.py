@@ -16,7 +16,7 @@ import torch
 
 from workers.models.config import ConfigError, ModelConfig, read_config
 from workers.models.registry import family
-from workers.weights.manifest import ArtefactError, Manifest, TensorEntry, read_manifest
+from workers.weights.manifest import ArtefactError, Manifest, TensorEntry
 from workers.weights.tensorfile import TensorFile
 
 Progress = Callable[[str, float], None]  # stage, fraction done
@@ -116,10 +116,3 @@ def _check_hashes(
                 raise ArtefactError(entry.name, f"altered in {entry.file}: its hash does not match the manifest")
             done += entry.size
             progress("verify weights", done / total)
-
-
-def verify_files(directory: Path, threads: int, progress: Progress = no_progress) -> Manifest:
-    """Check a whole artefact without running it; raises ArtefactError."""
-    manifest = read_manifest(directory)
-    load_weights(directory, manifest, check_texts(directory, manifest), threads, progress)
-    return manifest
