@@ -14,6 +14,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from shared.errors import Reason, TrunklineError, from_rpc
 from tests.fakes import mesh as fake
+from tests.fakes.clock import ShiftedClock
 from tests.fakes.gateway_client import (
     LENGTH,
     STOP,
@@ -451,6 +452,22 @@ async def test_embeddings_come_in_pieces_and_in_order(redis_url: str, tmp_path: 
         assert [list(vector.values) for vector in answer.embeddings] == [fake.embedding(ids) for ids in inputs]
         assert answer.usage.prompt_tokens == sum(map(len, inputs))
         assert answer.receipt.worker == "w1"
+
+
+async def test_a_stream_to_a_worker_is_closed_after_a_minute_without_requests_and_opened_anew(
+    redis_url: str, tmp_path: Path
+) -> None:
+    clock = ShiftedClock()
+    async with world(redis_url, tmp_path, clock=clock) as (client, _, (worker,)):
+        links = client.gateway.core.links
+        await client.stream(spec(PROMPT))
+        clock.advance(58)
+        await asyncio.sleep(0.5)
+        assert links.open_streams == 1
+        clock.advance(3)
+        await until(lambda: links.open_streams == 0)
+        assert (await client.stream(spec(PROMPT))).texts == {0: expected(PROMPT, 0, 8)}
+        assert len(worker.hellos) == 2
 
 
 async def test_a_draining_gateway_finishes_what_it_has_and_refuses_what_is_new(redis_url: str, tmp_path: Path) -> None:

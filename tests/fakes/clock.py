@@ -1,6 +1,8 @@
-"""A clock that moves when told to."""
+"""A clock that moves when told to, and one that runs and can be put forward."""
 
 from __future__ import annotations
+
+from shared.clock import SystemClock
 
 
 class FakeClock:
@@ -19,3 +21,16 @@ class FakeClock:
     def advance(self, seconds: float) -> None:
         assert seconds >= 0, "time does not go back"
         self._now += seconds
+
+
+class ShiftedClock(SystemClock):
+    """The system's clock, ahead of it by what it was put forward."""
+
+    def __init__(self) -> None:
+        self._ahead = 0.0
+
+    def monotonic(self) -> float:
+        return super().monotonic() + self._ahead
+
+    def advance(self, seconds: float) -> None:
+        self._ahead += seconds

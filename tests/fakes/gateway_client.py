@@ -18,6 +18,7 @@ import msgspec
 from gateway.app import Gateway, running
 from gateway.config import GatewayConfig, LimitsConfig
 from gateway.tokens import Tokenizer
+from shared.clock import SYSTEM_CLOCK, Clock
 from shared.errors import from_rpc
 from tests.fakes import mesh as fake
 from tests.fakes.mesh import FakeRouter, MeshWorker, fake_mesh
@@ -119,7 +120,12 @@ class Client:
 
 @asynccontextmanager
 async def serving(
-    *routers: FakeRouter, directory: Path, store: str = NO_STORE, gateway_id: str = "g1", **settings: Any
+    *routers: FakeRouter,
+    directory: Path,
+    store: str = NO_STORE,
+    gateway_id: str = "g1",
+    clock: Clock = SYSTEM_CLOCK,
+    **settings: Any,
 ) -> AsyncIterator[Client]:
     """A gateway before these routers. When the scope ends well it owns nothing any more."""
     limits = msgspec.convert(settings.pop("limits", {}), LimitsConfig)
@@ -134,7 +140,7 @@ async def serving(
         limits=limits,
         **settings,
     )
-    async with running(config, rng=random.Random(5)) as gateway:
+    async with running(config, clock=clock, rng=random.Random(5)) as gateway:
         while routers and not gateway.lifecycle.ready:
             await gateway.lifecycle.changed()
         client = Client(gateway)
