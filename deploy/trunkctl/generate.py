@@ -8,7 +8,7 @@ from rich.console import Console
 
 from trunkctl.client import Mesh, add_options, connect
 from trunkctl.failure import CommandError
-from trunkctl.options import Subparsers
+from trunkctl.options import Subparsers, whole
 from trunkline.common.v1 import common_pb2
 from trunkline.inference.v1 import inference_pb2
 
@@ -33,11 +33,13 @@ def add_parser(subparsers: Subparsers) -> None:
 def add_generation_options(parser: argparse.ArgumentParser) -> None:
     """What to draw and how much of it."""
     parser.add_argument("--model", metavar="NAME", help="model to use (the only one served)")
-    parser.add_argument("--max-tokens", type=int, metavar="N", help="most tokens to generate (what the context leaves)")
+    parser.add_argument(
+        "--max-tokens", type=whole(1, 2**32 - 1), metavar="N", help="most tokens to generate (what the context leaves)"
+    )
     parser.add_argument("--temperature", type=float, metavar="T", help="softmax temperature, 0 is greedy")
     parser.add_argument("--top-p", type=float, metavar="P", help="keep the smallest set with this probability")
-    parser.add_argument("--top-k", type=int, metavar="K", help="keep the K likeliest tokens")
-    parser.add_argument("--seed", type=int, metavar="N", help="seed; the same seed draws the same text")
+    parser.add_argument("--top-k", type=whole(-1, 2**31 - 1), metavar="K", help="keep the K likeliest tokens")
+    parser.add_argument("--seed", type=whole(0, 2**64 - 1), metavar="N", help="seed; the same seed draws the same text")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -21,12 +21,13 @@ from shared.ids import SYSTEM_RNG
 from trunkctl.failure import CommandError
 from trunkctl.generate import write
 from trunkctl.home import Home, find_home, write_private
-from trunkctl.options import Subparsers, positive
+from trunkctl.options import Subparsers, positive, whole
 
 SCOPES: tuple[Scope, ...] = get_args(Scope)
 ALPHABET = string.ascii_letters + string.digits
 ID_LENGTH = 8
 SECRET_LENGTH = 32
+MOST_DAYS = 36_500
 
 
 def add_parser(subparsers: Subparsers) -> None:
@@ -45,7 +46,7 @@ def _add_create(commands: Subparsers) -> None:
     create.add_argument("--tenant", required=True, help="tenant that the key belongs to")
     create.add_argument("--scope", action="append", choices=SCOPES, help="repeatable (generate, embed, cancel)")
     create.add_argument("--model", action="append", metavar="NAME", help="model it may use; repeatable (all)")
-    create.add_argument("--expires-in-days", type=float, metavar="DAYS", help="days until it expires (never)")
+    create.add_argument("--expires-in-days", type=_days, metavar="DAYS", help="days until it expires (never)")
     defaults = KeyLimits()
     create.add_argument("--rpm", type=positive, default=defaults.rpm, help="requests a minute (%(default)s)")
     create.add_argument("--tpm", type=positive, default=defaults.tpm, help="tokens a minute (%(default)s)")
@@ -53,7 +54,10 @@ def _add_create(commands: Subparsers) -> None:
         "--concurrency", type=positive, default=defaults.concurrency, help="requests at once (%(default)s)"
     )
     create.add_argument(
-        "--max-priority", type=int, default=defaults.max_priority, help="highest priority to ask for (%(default)s)"
+        "--max-priority",
+        type=whole(-100, 100),
+        default=defaults.max_priority,
+        help="highest priority to ask for (%(default)s)",
     )
     create.set_defaults(run=run_create)
 
@@ -161,6 +165,16 @@ def _digest(secret: str) -> str:
 
 def _draw(rng: random.Random, length: int) -> str:
     return "".join(rng.choice(ALPHABET) for _ in range(length))
+
+
+def _days(text: str) -> float:
+    try:
+        days = float(text)
+    except ValueError:
+        days = 0.0
+    if not 0 < days <= MOST_DAYS:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of days above 0, at most {MOST_DAYS}")
+    return days
 
 
 def _expiry(clock: Clock, days: float | None) -> datetime.datetime | None:

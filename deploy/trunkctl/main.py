@@ -30,6 +30,8 @@ def run(argv: Sequence[str] | None = None) -> int:
         return 1
     except grpc.RpcError as error:
         return _fail(explain(error))
+    except UnicodeError:
+        return _fail("the text is not valid UTF-8")
     except (CommandError, StartError, OSError) as error:
         return _fail(str(error))
     return code

@@ -21,7 +21,7 @@ from trunkctl.failure import CommandError
 from trunkctl.first_answer import addresses, ask
 from trunkctl.home import Home, find_home, write_private
 from trunkctl.keys import ensure_dev_key
-from trunkctl.options import Subparsers, positive
+from trunkctl.options import Subparsers, port, positive
 from trunkctl.plan import Plan, Spec, Wish, make_plan
 from trunkctl.processes import Process, alive, read_table
 from trunkctl.processes import supervisor as supervisor_of
@@ -54,8 +54,8 @@ def _add_up(commands: Subparsers) -> None:
     up.add_argument("--gateways", type=positive, default=1, metavar="N", help="gateway processes (%(default)s)")
     up.add_argument("--detach", action="store_true", help="return when the mesh is ready and leave it running")
     up.add_argument("--model", default=DEFAULT_MODEL, metavar="NAME|DIR", help="converted model (%(default)s)")
-    up.add_argument("--http-port", type=positive, default=8000, metavar="PORT", help="first gateway (%(default)s)")
-    up.add_argument("--grpc-port", type=positive, default=50051, metavar="PORT", help="first gateway (%(default)s)")
+    up.add_argument("--http-port", type=port, default=8000, metavar="PORT", help="first gateway (%(default)s)")
+    up.add_argument("--grpc-port", type=port, default=50051, metavar="PORT", help="first gateway (%(default)s)")
     up.add_argument("--redis-url", metavar="URL", help="state store to use (an embedded one)")
     up.add_argument("--timeout", type=float, default=120.0, metavar="S", help="seconds to get ready (%(default)g)")
     up.add_argument("--prompt", default=DEFAULT_PROMPT, help="first prompt (%(default)s)")

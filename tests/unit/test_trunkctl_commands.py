@@ -108,10 +108,33 @@ def test_every_command_explains_itself(command: str, capsys: pytest.CaptureFixtu
     assert f"trunkctl {command}".strip() in capsys.readouterr().out
 
 
-def test_wrong_usage_ends_with_2() -> None:
+@pytest.mark.parametrize(
+    "command",
+    [
+        "mesh up --workers 0",
+        "mesh up --http-port 65536",
+        "generate x --max-tokens -1",
+        "generate x --max-tokens 4294967296",
+        "generate x --top-k 2147483648",
+        "generate x --seed 18446744073709551616",
+        "generate x --seed one",
+        "keys create --tenant x --max-priority 101",
+        "keys create --tenant x --expires-in-days -3",
+        "keys create --tenant x --expires-in-days 1e400",
+        "keys create --tenant x --expires-in-days nan",
+        "keys create --tenant x --expires-in-days soon",
+    ],
+)
+def test_wrong_usage_ends_with_2(command: str, tmp_path: Path) -> None:
     with pytest.raises(SystemExit) as ended:
-        run(["mesh", "up", "--workers", "0"])
+        run(["--home", str(tmp_path), *command.split()])
     assert ended.value.code == 2
+    assert not list(tmp_path.iterdir())
+
+
+def test_text_that_is_not_utf8_is_told_in_one_line(address: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["generate", b"\xff".decode(errors="surrogateescape"), "--address", address]) == 1
+    assert capsys.readouterr() == ("", "trunkctl: the text is not valid UTF-8\n")
 
 
 def test_generate_streams_the_text_alone_to_stdout(address: str, capsys: pytest.CaptureFixture[str]) -> None:
