@@ -14,7 +14,7 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -132,8 +132,14 @@ class Client:
         self.stub = inference_pb2_grpc.InferenceServiceStub(self.channel)
         self.metadata = (("authorization", f"Bearer {key}"),)
 
-    async def stream(self, spec: inference_pb2.GenerationSpec, timeout_s: float = 120.0) -> Answer:
-        """Runs one generation to its end, checking the stream's state machine on the way."""
+    async def stream(
+        self,
+        spec: inference_pb2.GenerationSpec,
+        timeout_s: float = 120.0,
+        on_first: Callable[[], None] = lambda: None,
+    ) -> Answer:
+        """Runs one generation to its end, checking the stream's state machine on the way; `on_first` is called with
+        its first delta."""
         began = time.monotonic()
         call = self.stub.Generate(inference_pb2.GenerateRequest(spec=spec), metadata=self.metadata, timeout=timeout_s)
         request_id, text, finish, finished, times = "", [], 0, None, []
@@ -148,6 +154,8 @@ class Client:
                     assert request_id, "a Delta before Started"
                     assert not finish, "a Delta after the choice's finish"
                     times.append(time.monotonic())
+                    if len(times) == 1:
+                        on_first()
                     text.append(response.delta.text)
                     finish = response.delta.finish_reason
                 elif kind == "finished":

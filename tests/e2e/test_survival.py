@@ -9,12 +9,13 @@ import pytest
 
 from tests.e2e.harness import Answer, Mesh, clients, spec
 from tests.e2e.leaks import assert_nothing_left
+from trunkline.inference.v1 import inference_pb2
 
 STREAMS, TOKENS = 64, 32
 TOPICS = ("the sea", "a red fox", "old maps", "the moon", "bread", "a storm", "iron", "music")
 
 
-def _specs() -> list[object]:
+def _specs() -> list[inference_pb2.GenerationSpec]:
     made = []
     for index in range(STREAMS):
         prompt = f"{index + 1}. Write one sentence about {TOPICS[index % len(TOPICS)]}:"
@@ -23,15 +24,18 @@ def _specs() -> list[object]:
     return made
 
 
-async def run_streams(mesh: Mesh, disturb: Callable[[], Awaitable[None]] | None = None) -> list[Answer]:
-    """Runs all streams at once over all gateways, disturbed once a quarter of them have their first token."""
+async def run_streams(
+    mesh: Mesh, disturb: Callable[[asyncio.Semaphore], Awaitable[None]] | None = None
+) -> list[Answer]:
+    """Runs all streams at once over all gateways; `disturb` gets a semaphore that every first token releases once."""
+    first_tokens = asyncio.Semaphore(0)
     async with clients(mesh) as opened, asyncio.TaskGroup() as group:
         tasks = [
-            group.create_task(opened[index % len(opened)].stream(request))  # type: ignore[arg-type]
+            group.create_task(opened[index % len(opened)].stream(request, on_first=first_tokens.release))
             for index, request in enumerate(_specs())
         ]
         if disturb is not None:
-            group.create_task(disturb())
+            group.create_task(disturb(first_tokens))
     return [task.result() for task in tasks]
 
 
@@ -57,8 +61,9 @@ async def test_streams_survive_the_kill_of_a_worker_with_identical_text(
 ) -> None:
     expected = await _baseline(mesh, undisturbed)
 
-    async def disturb() -> None:
-        await asyncio.sleep(4.0)
+    async def disturb(first_tokens: asyncio.Semaphore) -> None:
+        for _ in range(STREAMS // 4):
+            await first_tokens.acquire()
         mesh.kill("worker-1")
 
     answers = await run_streams(mesh, disturb)
@@ -74,7 +79,7 @@ async def test_streams_survive_the_kill_of_a_router_with_identical_text(
 ) -> None:
     expected = await _baseline(mesh, undisturbed)
 
-    async def disturb() -> None:
+    async def disturb(first_tokens: asyncio.Semaphore) -> None:
         await asyncio.sleep(0.3)  # most submissions are still with a router
         mesh.kill("router-1")
 
@@ -90,7 +95,7 @@ async def test_streams_survive_the_kill_of_the_store_with_identical_text(
 ) -> None:
     expected = await _baseline(mesh, undisturbed)
 
-    async def disturb() -> None:
+    async def disturb(first_tokens: asyncio.Semaphore) -> None:
         await asyncio.sleep(1.0)
         mesh.kill("redis")
 
