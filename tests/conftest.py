@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import hypothesis
 import pytest
 
 from tests.fakes.clock import FakeClock
@@ -18,6 +19,8 @@ from tests.fakes.otlp import OtlpReceiver
 from tests.fakes.valkey import Valkey
 
 LONGEST_STEP_S = 0.15
+hypothesis.settings.register_profile("trunkline", deadline=None)  # time on the clock says nothing on a busy machine
+hypothesis.settings.load_profile("trunkline")
 _ARTEFACT = Path(__file__).parent.parent / ".trunkline" / "models" / "smollm2-135m-instruct"
 
 
