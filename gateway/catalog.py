@@ -80,7 +80,9 @@ class Catalog:
 
     def choose(self, model: str, session: bytes = b"") -> common_pb2.ModelVersion:
         """The version that takes this request: by weight among those with a ready replica, if there is one. The same
-        for all requests of a `session`. Raises MODEL_UNKNOWN."""
+        for all requests of a `session`. Raises MODEL_UNKNOWN; NO_REPLICA while nothing is known of any model."""
+        if not self._models:
+            raise TrunklineError(Reason.NO_REPLICA, self.problem, retry_after_s=1.0)
         versions = self._models.get(model)
         if not versions:
             raise TrunklineError(Reason.MODEL_UNKNOWN, f"the model {model[:128]!r} is not known")

@@ -129,6 +129,15 @@ def test_a_version_without_replicas_takes_nothing_while_another_can_and_unknown_
     assert caught.value.reason is Reason.MODEL_UNKNOWN
 
 
+def test_before_any_router_has_told_of_models_none_is_called_unknown() -> None:
+    own = catalog()
+    own._models = {}
+    with pytest.raises(TrunklineError) as caught:
+        own.choose(fake.MODEL)
+    assert (caught.value.reason, caught.value.message) == (Reason.NO_REPLICA, "no router can be reached")
+    assert caught.value.retry_after_s == 1.0
+
+
 def test_streams_are_held_back_only_while_the_loop_is_late() -> None:
     pacer = Pacer()
     pacer.streams = 500
