@@ -147,23 +147,13 @@ class Attempt:
 
     def run(self, run: Run, now: float) -> None:
         """Tokens came."""
-        if self.ended.done():
-            return
-        fit = self.work.append(run)
-        if fit is Fit.TAKEN:
-            self._took(now)
-        elif fit is not Fit.KNOWN:
-            self._unfit(fit)
+        if not self.ended.done():
+            self._joined(self.work.append(run), now)
 
     def piece(self, piece: worker_pb2.BulkPiece, now: float) -> None:
         """A piece of a bulk result came."""
-        if self.ended.done():
-            return
-        fit = self.work.piece(piece)
-        if fit is Fit.TAKEN:
-            self._took(now)
-        elif fit is not Fit.KNOWN:
-            self._unfit(fit)
+        if not self.ended.done():
+            self._joined(self.work.piece(piece), now)
 
     def scheduled(self, event: worker_pb2.Scheduled) -> None:
         """It entered its first step."""
@@ -228,6 +218,12 @@ class Attempt:
         if self.seat is not None and not incarnation:
             incarnation = self.seat.incarnation
         self.ended.set_result(End(kind, self.bound, incarnation, error, why, message, retryable))
+
+    def _joined(self, fit: Fit, now: float) -> None:
+        if fit is Fit.TAKEN:
+            self._took(now)
+        elif fit is not Fit.KNOWN:
+            self._unfit(fit)
 
     def _took(self, now: float) -> None:
         if self.stages.first_token is None:
