@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 import msgspec
 
@@ -27,7 +27,7 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The engine process. Zero means "decide from the machine and the model"."""
 
     device: str = "cpu"
-    kernel_mode: str = "fused"
+    kernel_mode: Literal["fused", "standard"] = "fused"
     threads: Natural = 0  # intra-op threads
     max_batch_tokens: Positive = 64  # tokens of one step; on two CPUs a chunk of 64 holds streams up for 0.1 s
     max_seqs: Positive = 32  # sequences running at once
