@@ -5,6 +5,7 @@
 
 import argparse
 import os
+import signal
 import sys
 from collections.abc import Sequence
 
@@ -21,6 +22,7 @@ INTERRUPTED = 130
 def run(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit code."""
     args = _parser().parse_args(argv)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a script's background job is born ignoring it
     try:
         code: int = args.run(args)
     except KeyboardInterrupt:

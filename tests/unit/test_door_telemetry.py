@@ -96,3 +96,17 @@ def test_scraped_gauges_follow_the_load() -> None:
     assert 'vllm:num_requests_running{engine="0",model_name="nothing"} 2.0' in text
     assert "trunkline_worker_requests 1.0" in text
     assert "trunkline_worker_kv_tokens_reserved 120.0" in text
+
+
+def test_the_wait_for_a_step_under_way_counts_as_waiting_in_the_worker() -> None:
+    world, exporter = traced()
+    gateway = Gateway(world)
+    gateway.connect()
+    sub = submission(ONE, traceparent=f"{PARENT}-01", max_tokens=1)
+    gateway.expect(sub)
+    world.submit(sub)
+    world.clock.advance(0.5)  # the engine is in a long step and reads its messages only after it
+    world.step(3)
+    gateway.read()
+    (waited,) = named(exporter.get_finished_spans(), "worker.queue")
+    assert milliseconds(waited) == 500.0

@@ -31,7 +31,7 @@ class EngineSide:
         self._loads = loads
         self._observer = observer
         self._clock = clock
-        self._heard_at = self._moved_at = clock.monotonic()
+        self._heard_at = self._moved_at = self._step_began = clock.monotonic()
         self._longest_ms = 0.0  # step of this engine's life: what was a step once is no stall now
 
     def up(self, served: Served, capacity: Capacity, send: Send) -> None:
@@ -81,6 +81,7 @@ class EngineSide:
 
     def _step(self, step: m.StepOut) -> None:
         self._observer.stepped(step)
+        self._step_began = self._heard_at - step.duration_ms / 1e3
         for run in step.runs:
             delivery = self._holdings.by_key.get(run.key) or self._by_key(run.key)
             if delivery.execution.live:
@@ -131,9 +132,11 @@ class EngineSide:
 
     def _scheduled(self, delivery: Delivery, event: m.Scheduled) -> None:
         execution = delivery.execution
+        # The engine counts from when it took the request in, which a step under way delays; the door, from Admitted.
+        waited_ms = max(event.queue_ms, (self._step_began - execution.times.admitted) * 1e3)
+        event = msgspec.structs.replace(event, queue_ms=waited_ms)
         execution.scheduled = event
-        # The event comes with its step's end; the step began when the wait was over.
-        execution.times.scheduled = min(self._clock.monotonic(), execution.times.admitted + event.queue_ms / 1e3)
+        execution.times.scheduled = execution.times.admitted + waited_ms / 1e3
         self._observer.scheduled(execution)
         delivery.news.append(events.scheduled(event))
         if delivery.stream is not None:
@@ -155,6 +158,8 @@ class EngineSide:
         whole = execution.bulk is None or execution.bulk.produced == execution.bulk.total
         if not (whole and all(choice.finish for choice in execution.choices)):
             raise EngineBroken(f"key {event.key} finished with something missing")
+        if execution.scheduled is not None:
+            event = msgspec.structs.replace(event, queue_ms=execution.scheduled.queue_ms)
         self._holdings.ended(delivery, events.finished(event), "finished")
 
     def _encode_times(self, execution: Execution) -> m.Finished:
