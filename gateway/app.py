@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -21,15 +21,19 @@ from gateway.auth import Authenticator
 from gateway.catalog import Catalog
 from gateway.config import GatewayConfig
 from gateway.course import CourseLimits, MoveBudget
+from gateway.custody import Custody
+from gateway.delivery import Manners
 from gateway.embedding import Embeddings
-from gateway.generation import Generations
+from gateway.generations import Generations
 from gateway.http.app import Faces, build
+from gateway.journal import Journals
 from gateway.kit import Kits
 from gateway.links import Links
 from gateway.lookup import GatewayService, Lookup
 from gateway.request import Parts, RequestLimits
 from gateway.routers import Routers
 from gateway.service import InferenceService
+from gateway.sweep import Sweeper
 from gateway.table import Table
 from gateway.telemetry import Telemetry
 from gateway.transport import GrpcTransport, Transport
@@ -57,6 +61,7 @@ GATEWAY_SERVICE: Final = gateway_pb2.DESCRIPTOR.services_by_name["GatewayService
 ADMIN_SERVICE: Final = admin_pb2.DESCRIPTOR.services_by_name["AdminService"].full_name
 STOP_S: Final = 1.0  # for calls that are left when every request is over
 HEALTH_S: Final = 0.25
+LAST_WRITES_S: Final = 2.0  # for outputs that are still to be written
 
 
 @dataclass(frozen=True)
@@ -70,6 +75,8 @@ class Core:
     catalog: Catalog
     kits: Kits
     links: Links
+    journals: Journals
+    sweeper: Sweeper
 
     @property
     def table(self) -> Table:
@@ -141,14 +148,17 @@ def make_core(
             config.default_deadline_ms,
             config.max_deadline_ms,
             limits.in_flight,
-            limits.heartbeat_ms / 1000,
-            limits.slow_reader_ms / 1000,
         ),
+        manners=Manners(limits.heartbeat_ms / 1000, limits.slow_reader_ms / 1000),
+        custody=Custody(store, identity),
     )
-    generations = Generations(parts)
-    lookup = Lookup(parts.table, parts.records, gateways, transport, identity)
+    journals = Journals(parts.custody, clock)
+    generations = Generations(parts, journals, limits.resume_window_ms / 1000)
+    lookup = Lookup(parts.table, parts.records, gateways, transport, identity, generations.take_over)
+    sweeper = Sweeper(parts.custody, parts.admission, limits.owner_gone_ms)
     _show(parts, links, generations, lag)
-    return Core(parts, generations, Embeddings(parts), lookup, catalog, kits, links)
+    parts.telemetry.gauge("journals", "Resumable requests that are owned here.", lambda: float(len(journals)))
+    return Core(parts, generations, Embeddings(parts), lookup, catalog, kits, links, journals, sweeper)
 
 
 def _show(parts: Parts, links: Links, generations: Generations, lag: LoopLag) -> None:
@@ -192,7 +202,8 @@ async def running(
         async with asyncio.TaskGroup() as tasks:
             async with _serving(config, core, authenticator, store, traces.tracer) as gateway:
                 await routers.look()
-                for run in (lag.run, routers.run, gateways.run, core.catalog.run, core.generations.run):
+                for run in (lag.run, routers.run, gateways.run, core.catalog.run, core.generations.run,
+                            core.journals.run, core.sweeper.run):  # fmt: skip
                     tasks.create_task(run())
                 tasks.create_task(authenticator.run())
                 tasks.create_task(_keep_ready(lifecycle, core.catalog, store))
@@ -276,6 +287,9 @@ async def _finish(core: Core, grace_s: float) -> None:
         for request in core.table:
             request.cancel(Reason.DRAINING)
         await core.table.idle()
+    with suppress(TimeoutError):  # whoever comes back finds what the store has
+        async with asyncio.timeout(LAST_WRITES_S):
+            await core.journals.idle()
 
 
 async def _keep_ready(lifecycle: Lifecycle, catalog: Catalog, store: Store) -> None:

@@ -19,9 +19,11 @@ from gateway import prompt
 from gateway.auth import Authenticator, Principal, Scope
 from gateway.catalog import Catalog
 from gateway.embedding import Embeddings
-from gateway.generation import Generation, Generations
+from gateway.generation import Generation
+from gateway.generations import Generations
 from gateway.lookup import Lookup, unknown
 from gateway.request import Operation
+from gateway.view import View
 from shared import channels, rpc
 from shared.errors import Reason, TrunklineError, Violation
 from trunkline.inference.v1 import inference_pb2 as pb
@@ -128,12 +130,17 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         return pb.GetModelResponse(model=self._model(request.name))
 
     async def Resume(self, request: pb.ResumeRequest, context: Context) -> AsyncIterator[pb.ResumeResponse]:
-        """Goes on with a resumable generation; there are none yet."""
-        self._principal(context, "generate")
-        raise TrunklineError(Reason.FEATURE_OFF, "resumable generations are not served")
-        yield  # an async generator, as the call streams
+        """Goes on with a resumable generation."""
+        tenant = self._principal(context, "generate").tenant
+        if not _REQUEST_ID.fullmatch(request.request_id):
+            raise unknown()
+        async with self._generations.resume(tenant, request.request_id, request.cursor) as view:
+            view.on_stuck = _break_off()
+            async with aclosing(view.events()) as events:
+                async for event in events:
+                    yield _resumed(event)
 
-    def _start(self, spec: pb.GenerationSpec, context: Context) -> AbstractAsyncContextManager[Generation]:
+    def _start(self, spec: pb.GenerationSpec, context: Context) -> AbstractAsyncContextManager[Generation | View]:
         principal = self._principal(context, "generate", spec.model)
         operation: Operation = "chat" if spec.WhichOneof("input") == "chat" else "text_completion"
         return self._generations.start(
@@ -162,7 +169,19 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         return pb.Model(name=name, versions=self._catalog.versions(name))
 
 
-async def _whole(generation: Generation) -> pb.CompleteResponse:
+def _resumed(event: pb.GenerateResponse) -> pb.ResumeResponse:
+    match event.WhichOneof("event"):
+        case "started":
+            return pb.ResumeResponse(started=event.started)
+        case "delta":
+            return pb.ResumeResponse(delta=event.delta)
+        case "finished":
+            return pb.ResumeResponse(finished=event.finished)
+        case _:
+            return pb.ResumeResponse(heartbeat=event.heartbeat)
+
+
+async def _whole(generation: Generation | View) -> pb.CompleteResponse:
     """The concatenated stream."""
     answer = pb.CompleteResponse()
     texts: dict[int, list[str]] = {}

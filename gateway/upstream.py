@@ -46,6 +46,11 @@ class Errand(Protocol):
         """Tokens (or bytes) that came so far: the measure of progress."""
         ...
 
+    @property
+    def epoch(self) -> int:
+        """How often another gateway has taken it over, plus one."""
+        ...
+
     def remaining_s(self) -> float:
         """Seconds left."""
         ...
@@ -54,8 +59,8 @@ class Errand(Protocol):
         """What to submit now, emitted tokens included; budget, exclusions and trace are filled in here."""
         ...
 
-    def queued(self, attempt: Attempt) -> None:
-        """A new attempt begins."""
+    async def queued(self, attempt: Attempt) -> None:
+        """A new attempt begins; nothing of it is submitted before this returns."""
         ...
 
     def bound(self, attempt: Attempt) -> None:
@@ -94,7 +99,7 @@ class Upstream:
 
     async def execute(self, errand: Errand) -> None:
         """Return when the work is complete; raises the TrunklineError it ends with. Cancelled, cancels the worker."""
-        course = Course(self._limits, self._budget, self._rng)
+        course = Course(self._limits, self._budget, self._rng, errand.epoch)
         while not errand.work.complete:
             end = await self._attempt(errand, course)
             if end.kind is Kind.DONE:
@@ -111,11 +116,11 @@ class Upstream:
         span = self._tracer.start_span(f"attempt {stamp[1]}", context=trace.set_span_in_context(errand.span))
         stages = errand.stages.attempt_began(self._clock.monotonic())
         attempt = Attempt(errand.raw_id, stamp, errand.lane, errand.work, stages, span, errand.bound)
-        errand.queued(attempt)
-        request = errand.submission(stamp)
-        request.excluded.extend(course.excluded)
-        request.submission.traceparent, request.submission.tracestate = inject(span)
         try:
+            await errand.queued(attempt)
+            request = errand.submission(stamp)
+            request.excluded.extend(course.excluded)
+            request.submission.traceparent, request.submission.tracestate = inject(span)
             end = await self._run(errand, attempt, request)
             _describe(span, end)
             return end

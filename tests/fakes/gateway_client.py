@@ -119,7 +119,7 @@ class Client:
 
 @asynccontextmanager
 async def serving(
-    *routers: FakeRouter, directory: Path, store: str = NO_STORE, gateway_id: str = "g1", **settings: Any
+    *routers: FakeRouter, directory: Path, store: str = NO_STORE, gateway_id: str = "g1", seed: int = 5, **settings: Any
 ) -> AsyncIterator[Client]:
     """A gateway before these routers. When the scope ends well it owns nothing any more."""
     limits = msgspec.convert(settings.pop("limits", {}), LimitsConfig)
@@ -134,7 +134,7 @@ async def serving(
         limits=limits,
         **settings,
     )
-    async with running(config, rng=random.Random(5)) as gateway:
+    async with running(config, rng=random.Random(seed)) as gateway:
         while routers and not gateway.lifecycle.ready:
             await gateway.lifecycle.changed()
         client = Client(gateway)
