@@ -127,11 +127,11 @@ class Generations:
         place = cursors.decode(cursor) if cursor else None
         if place is not None and place.request_id.hex() != request_id:
             raise _unknown()
-        generation = self._parts.table.live(request_id)
-        if isinstance(generation, Generation) and generation.journal is not None:
-            if generation.principal.tenant != tenant:
+        journal = self._journals.find(request_id)
+        if journal is not None and isinstance(journal.owner, Generation):
+            if journal.tenant != tenant:
                 raise _unknown()
-            with _reading(generation.journal), self._viewing(generation.head(), generation.journal.log) as view:
+            with _reading(journal), self._viewing(journal.owner.head(), journal.log) as view:
                 if place is not None:
                     view.seek(place, cursor)
                 yield view

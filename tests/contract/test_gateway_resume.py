@@ -22,7 +22,7 @@ from shared import keys
 from shared.errors import Reason, TrunklineError
 from tests.fakes.gateway_client import Client, Said, expected, serving, spec, until, world
 from tests.fakes.mesh import FakeRouter, MeshWorker, fails_with, fake_mesh
-from tests.fakes.resuming import broken, gateway_process, last_cursor, read_on, resume, resumed
+from tests.fakes.resuming import broken, come_back, gateway_process, last_cursor, read_on, resume, resumed
 from tests.fakes.valkey import Valkey
 from trunkline.common.v1 import common_pb2
 from trunkline.inference.v1 import inference_pb2 as pb
@@ -338,7 +338,7 @@ async def test_what_a_killed_gateway_leaves_is_swept_and_its_limits_given_back(r
             return answer.record.state, answer.record.reason
 
         async with asyncio.timeout(20):
-            while any((await state(ids[place]))[0] != common_pb2.REQUEST_STATE_FAILED for place in (0, 2)):
+            while {(await state(ids[0]))[0], (await state(ids[2]))[0]} != {common_pb2.REQUEST_STATE_FAILED}:
                 await asyncio.sleep(0.2)  # noqa: ASYNC110 - what is waited for is in the store
         assert await state(ids[0]) == await state(ids[2]) == (common_pb2.REQUEST_STATE_FAILED, "OWNER_LOST")
         with redis.Redis.from_url(redis_url, decode_responses=True) as store:
@@ -372,9 +372,7 @@ async def test_without_the_store_streams_move_and_go_on_when_it_is_back(tmp_path
             assert caught.value.reason is Reason.STATE_AWAY
             assert_whole(await ordinary)
             valkey.start()
-            await until(lambda: client.gateway.core.parts.admission._store.available)
-            assert said.started is not None
-            assert_whole(await resume(client, said.started.request_id, said=said))
+            assert_whole(await come_back(client, said))
             assert len(worker.submissions) == 2
 
 

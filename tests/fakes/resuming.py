@@ -60,6 +60,20 @@ async def resume(client: Client, request_id: str, cursor: str = "", said: Said |
     return said
 
 
+async def come_back(client: Client, said: Said, patience_s: float = 15.0) -> Said:
+    """Resume, again and again while the mesh says that it may work later."""
+    assert said.started is not None
+    request_id = said.started.request_id
+    async with asyncio.timeout(patience_s):
+        while True:
+            try:
+                return await resume(client, request_id, said=said)
+            except TrunklineError as error:
+                if not error.row.retryable:
+                    raise
+                await asyncio.sleep(error.retry_after_s or 0.1)
+
+
 async def read_on(call: Any, said: Said, deltas: int) -> None:
     """Read so many deltas in all."""
     while len(said.deltas) < deltas:
