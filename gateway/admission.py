@@ -24,7 +24,6 @@ from shared.errors import Reason, TrunklineError
 from shared.state import Script, StateAway, Store, Write
 
 SCRIPT: Final = Script(importlib.resources.files("gateway").joinpath("scripts/limits.lua").read_text())
-IDEM_TTL_S: Final = 24 * 3600
 CONCURRENCY_RETRY_S: Final = 1.0  # nobody knows when a running request ends
 
 _Scopes = Sequence[tuple[str, Rates]]
@@ -69,7 +68,9 @@ class Admission:
         clock: Clock,
         gateways: Callable[[], int],
         store_now_us: Callable[[], int] | None = None,
+        idem_ttl_s: int = 24 * 3600,
     ) -> None:
+        self.idem_ttl_s = idem_ttl_s
         self._store = store
         self._clock = clock
         self._gateways = gateways
@@ -134,7 +135,7 @@ class Admission:
         if claims is not None:
             key, body = claims
             names.append(keys.idem(tenant, key))
-            arguments += [body.hex(), IDEM_TTL_S]
+            arguments += [body.hex(), self.idem_ttl_s]
         reserve: Write = (SCRIPT, names, arguments)
         *_, answer = await self._store.run_all([owned, reserve] if owned else [reserve])
         if answer[0] == 1:

@@ -48,7 +48,7 @@ from shared.ops_http import HttpServer, routes
 from shared.peers import Peers, Registration
 from shared.records import Records
 from shared.rpc import Channels, add_health, add_reflection, make_server
-from shared.state import Store
+from shared.state import StateAway, Store
 from shared.wire import LoopLag
 from trunkline.admin.v1 import admin_pb2, admin_pb2_grpc
 from trunkline.gateway.v1 import gateway_pb2, gateway_pb2_grpc
@@ -138,7 +138,9 @@ def make_core(
         rng=rng,
         lifecycle=lifecycle,
         catalog=catalog,
-        admission=Admission(store, clock, lambda: max(1, len(gateways.snapshot()))),
+        admission=Admission(
+            store, clock, lambda: max(1, len(gateways.snapshot())), idem_ttl_s=limits.idempotency_ttl_s
+        ),
         records=Records(store),
         upstream=upstream,
         table=Table(),
@@ -150,7 +152,7 @@ def make_core(
             limits.in_flight,
         ),
         manners=Manners(limits.heartbeat_ms / 1000, limits.slow_reader_ms / 1000),
-        custody=Custody(store, identity),
+        custody=Custody(store, identity, clock),
     )
     journals = Journals(parts.custody, clock)
     generations = Generations(parts, journals, limits.resume_window_ms / 1000)
@@ -283,7 +285,9 @@ async def _finish(core: Core, grace_s: float) -> None:
         async with asyncio.timeout(grace_s):
             await core.table.idle()
     except TimeoutError:
-        _log.warning("%d requests are cancelled: the grace is over", len(core.table))
+        _log.warning("%d requests are moved or cancelled: the grace is over", len(core.table))
+        with suppress(StateAway):
+            await core.journals.let_go()
         for request in core.table:
             request.cancel(Reason.DRAINING)
         await core.table.idle()

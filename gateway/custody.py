@@ -17,6 +17,7 @@ import msgspec
 
 from gateway.transcript import Run
 from shared import keys
+from shared.clock import Clock
 from shared.errors import Reason, TrunklineError
 from shared.ids import Identity, incarnation_text
 from shared.records import ENDED_TTL_S, LIVE_TTL_S
@@ -126,11 +127,23 @@ class Custody:
     `store_now_ms` replaces the store's own clock where time is simulated; milliseconds, never 0.
     """
 
-    def __init__(self, store: Store, identity: Identity, store_now_ms: Callable[[], int] | None = None) -> None:
+    def __init__(
+        self, store: Store, identity: Identity, clock: Clock, store_now_ms: Callable[[], int] | None = None
+    ) -> None:
         self._store = store
+        self._clock = clock
+        self._forgot_at: float | None = None
+        store.on_birth_change(self._note_forgotten)
         self._id = identity.id
         self._ginc = incarnation_text(identity.incarnation)
         self._now_ms = store_now_ms or (lambda: 0)
+
+    def forgot(self, within_s: float) -> bool:
+        """The store came back empty so lately: what it does not know may have been."""
+        return self._forgot_at is not None and self._clock.monotonic() - self._forgot_at < within_s
+
+    def _note_forgotten(self) -> None:
+        self._forgot_at = self._clock.monotonic()
 
     # Any request.
 
@@ -166,11 +179,11 @@ class Custody:
         self._store.write_behind(_UNCLAIM, [keys.req(request_id)], [self._ginc])
         self.disown(request_id, tenant)
 
-    async def hold(self, stamps: Sequence[tuple[str, int, int]]) -> list[tuple[Written, int]]:
+    async def hold(self, stamps: Sequence[tuple[str, int, int]], lease_ms: int = LEASE_MS) -> list[tuple[Written, int]]:
         """Renew leases of (id, epoch, attempt; 0 leaves it); what became of each, and for how many ms no follower was
-        seen (-1: never)."""
+        seen (-1: never). A lease of 0 lets go."""
         writes: list[Write] = [
-            (_HOLD, [keys.req(request_id)], [self._now_ms(), LEASE_MS, epoch, attempt])
+            (_HOLD, [keys.req(request_id)], [self._now_ms(), lease_ms, epoch, attempt])
             for request_id, epoch, attempt in stamps
         ]
         answers = await self._store.run_all(writes)

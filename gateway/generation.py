@@ -24,6 +24,7 @@ from gateway.transcript import Fit, Form, Run, Stop, Transcript
 from gateway.view import Head
 from shared import call, records, rpc
 from shared.errors import Reason, TrunklineError, to_status
+from shared.state import StateAway
 from shared.tracing import inject
 from shared.wire import Stamp, body_hash
 from trunkline.common.v1 import common_pb2
@@ -176,6 +177,8 @@ class Generation(Request):
 
     async def _claim(self) -> None:
         if self.journal is not None:
+            if self.spec.idempotency_key and self.parts.custody.forgot(self.parts.admission.idem_ttl_s):
+                raise StateAway  # it may have run, and nobody knows
             self._owned = True
             await self.journal.claim()
 

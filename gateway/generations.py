@@ -35,6 +35,7 @@ _log = logging.getLogger(__name__)
 _READERS_S: Final = 1.0
 _POLL_S: Final = 0.02  # of a follower while tokens come
 _POLL_MOST_S: Final = 0.2
+_RESTORE_S: Final = 6.0  # for owners to tell a store that came back empty what they have
 
 
 class Generations:
@@ -155,6 +156,8 @@ class Generations:
         found = await self._custody.plan(request_id)
         if found is None:
             record = await self._parts.records.get(request_id)
+            if record is None and self._custody.forgot(_RESTORE_S):
+                raise StateAway  # its owner will tell the store again
             if record is None or record.tenant != tenant:
                 raise _unknown()
             raise TrunklineError(Reason.FEATURE_OFF, "the generation cannot be resumed")
@@ -213,6 +216,10 @@ class Generations:
 
     @contextmanager
     def _viewing(self, head: Head, log: Log) -> Iterator[View]:
+        if len(self._open) >= 2 * self._parts.limits.max_in_flight:
+            raise TrunklineError(
+                Reason.QUEUE_FULL, "the gateway tells as many streams as it can", retry_after_s=1.0
+            )  # fmt: skip
         view = View(head, log, self.pacer, self._parts.clock, self._parts.manners)
         try:
             with self._watched(view.delivery):
@@ -279,7 +286,9 @@ class Follower:
             news = await self.read()
             if self.log.ending is not None:
                 return
-            if (news.rank != 1 and news.rank != 2) or not news.resumable:
+            if not news.rank and self._custody.forgot(_RESTORE_S):
+                raise StateAway
+            if news.rank not in (1, 2) or not news.resumable:
                 raise TrunklineError(Reason.OWNER_LOST, "the generation cannot be resumed any more")
             if news.lapsed and await self._take_over(view):
                 return

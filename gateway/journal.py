@@ -264,6 +264,16 @@ class Journals:
         self._lost[journal] = None
         self.due(journal)
 
+    async def let_go(self) -> None:
+        """Leave every request to other gateways, which may take it over at once. Raises StateAway."""
+        held = [journal for journal in self._open.values() if not (journal.full or journal.ending)]
+        for start in range(0, len(held), _TOGETHER):
+            part = held[start : start + _TOGETHER]
+            await self.custody.hold([(journal.owner.id, journal.epoch, 0) for journal in part], lease_ms=0)
+            for journal in part:
+                journal.abandon()
+                journal.owner.cancel(Reason.OWNER_MOVED)
+
     async def idle(self) -> None:
         """Return when nothing is left to write."""
         await self._idle.wait()

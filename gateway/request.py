@@ -353,10 +353,11 @@ class Request(ABC):
         self.error = error
         self._ended_ms = self.parts.clock.wall_ms()
         self.state = _state_after(error)
-        if not isinstance(error, OwnerMoved):
+        moved = isinstance(error, OwnerMoved)
+        if not moved:
             self._settle()
-        self.parts.custody.disown(self.id, self.principal.tenant)
-        self.parts.table.end(self)
+            self.parts.custody.disown(self.id, self.principal.tenant)
+        self.parts.table.end(self, known=not moved)
         self.ended.set()
         self._ended()
         self._tell_if_over()

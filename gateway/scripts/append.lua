@@ -1,6 +1,6 @@
 -- Appends outputs of a resumable request, and ends it where an end is given. KEYS: the record, the outputs.
 -- ARGV: now, lease (ms), epoch, most bytes, ttl in seconds, runs ('' for none), end ('' for none), field, value, ...
--- Answers 1; 0: another owns it; -1: there is no record; -2: the bound is reached, and it can no longer be resumed.
+-- Answers 1; 0: another owns it; -1: there is no record, or not all of it; -2: the bound is reached, and it can no longer be resumed.
 -- Run again it appends again: who reads skips what is known.
 local now = tonumber(ARGV[1])
 if now == 0 then
@@ -8,10 +8,10 @@ if now == 0 then
   now = time[1] * 1000 + math.floor(time[2] / 1000)
 end
 local record, outputs, runs, ending = KEYS[1], KEYS[2], ARGV[6], ARGV[7]
-local held = redis.call('HMGET', record, 'epoch', 'rank', 'bytes')
-if not held[1] then return -1 end
-if held[1] ~= ARGV[3] then return 0 end
-if tonumber(held[2]) >= 3 then return 1 end -- the answer to its end was lost on the way
+local held = redis.call('HMGET', record, 'epoch', 'rank', 'bytes', 'plan')
+if held[1] and held[1] ~= ARGV[3] then return 0 end
+if held[1] and tonumber(held[2]) >= 3 then return 1 end -- the answer to its end was lost on the way
+if not held[4] then return -1 end
 local bytes = tonumber(held[3] or 0) + #runs + #ending
 if bytes > tonumber(ARGV[4]) then
   redis.call('UNLINK', outputs)
