@@ -42,7 +42,15 @@ class Log:
         self.runs: list[Run] = []
         self.ending: Ending | None = None
         self.breaks = 0
-        self.readers: set[Callable[[], None]] = set()
+        self._readers: dict[Callable[[], None], None] = {}
+
+    def join(self, reader: Callable[[], None]) -> None:
+        """Call `reader` whenever there is more."""
+        self._readers[reader] = None
+
+    def leave(self, reader: Callable[[], None]) -> None:
+        """No longer."""
+        self._readers.pop(reader, None)
 
     def add(self, runs: list[Run], ending: Ending | None = None) -> None:
         """More is known."""
@@ -56,7 +64,7 @@ class Log:
         self._tell()
 
     def _tell(self) -> None:
-        for reader in list(self.readers):
+        for reader in list(self._readers):
             reader()
 
 

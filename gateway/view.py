@@ -53,7 +53,7 @@ class View:
         self._breaks = log.breaks
         self._error: TrunklineError | None = None
         self._cursor = ""
-        log.readers.add(self.delivery.ring)
+        log.join(self.delivery.ring)
         self.delivery.ring()
 
     @property
@@ -86,9 +86,9 @@ class View:
 
     def move(self, log: Log) -> None:
         """Go on from another log of the same request, which holds what this one holds and more."""
-        self.log.readers.discard(self.delivery.ring)
+        self.log.leave(self.delivery.ring)
         self.log, self._breaks = log, log.breaks
-        log.readers.add(self.delivery.ring)
+        log.join(self.delivery.ring)
         self.delivery.ring()
 
     def fail(self, error: TrunklineError) -> None:
@@ -98,7 +98,7 @@ class View:
 
     def close(self) -> None:
         """Nobody reads any more."""
-        self.log.readers.discard(self.delivery.ring)
+        self.log.leave(self.delivery.ring)
 
     def events(self) -> AsyncGenerator[inference_pb2.GenerateResponse, None]:
         """As `Delivery.events`; while the state store is away it ends with MOVED and the cursor to go on from."""

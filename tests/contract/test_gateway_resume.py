@@ -338,8 +338,8 @@ async def test_what_a_killed_gateway_leaves_is_swept_and_its_limits_given_back(r
             return answer.record.state, answer.record.reason
 
         async with asyncio.timeout(20):
-            while {(await state(ids[0]))[0], (await state(ids[2]))[0]} != {common_pb2.REQUEST_STATE_FAILED}:
-                await asyncio.sleep(0.2)  # noqa: ASYNC110 - what is waited for is in the store
+            while {(await state(ids[0]))[0], (await state(ids[2]))[0]} != {common_pb2.REQUEST_STATE_FAILED}:  # noqa: ASYNC110 - the store tells
+                await asyncio.sleep(0.2)
         assert await state(ids[0]) == await state(ids[2]) == (common_pb2.REQUEST_STATE_FAILED, "OWNER_LOST")
         with redis.Redis.from_url(redis_url, decode_responses=True) as store:
             await until(lambda: held_by(store) == [f"l:{ids[1]}"])

@@ -92,7 +92,7 @@ async def told(valkey: Valkey, harm: Mapping[int, object]) -> None:
         def look() -> None:
             seen.append(len(journal.log.runs))
 
-        journal.log.readers.add(look)
+        journal.log.join(look)
         made = await generate(journal, random.Random(3), harm)
         await until(lambda: journal.log.ending is not None, 15)
         assert journal.log.runs == made
