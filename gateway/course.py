@@ -63,6 +63,7 @@ class Course:
 
     def __init__(self, limits: CourseLimits, budget: MoveBudget, rng: Rng, epoch: int = 1) -> None:
         self.migrations = 0
+        self.refusers: set[str] = set()  # routers that had nowhere to put it, since it last ran
         self._epoch = epoch
         self._limits = limits
         self._budget = budget
@@ -177,6 +178,7 @@ class Course:
             )
         self.migrations += bool(end.bound and self._tokens)
         self._refusals = 0
+        self.refusers.clear()
         return self._once_more(end.error or _worker_lost())
 
     def _once_more(self, error: TrunklineError) -> Again:

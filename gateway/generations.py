@@ -46,7 +46,7 @@ class Generations:
         self._journals = journals
         self._custody: Custody = parts.custody
         self._default_window_s = default_window_s
-        self._open: set[Delivery] = set()
+        self._open: dict[Delivery, None] = {}
         self._admitting: set[asyncio.Task[None]] = set()
         self.pacer = Pacer()
 
@@ -155,9 +155,9 @@ class Generations:
         """A follower that has read what there is."""
         found = await self._custody.plan(request_id)
         if found is None:
+            if self._custody.forgot(_RESTORE_S):
+                raise StateAway  # its owner will tell the store again, perhaps its record before its plan
             record = await self._parts.records.get(request_id)
-            if record is None and self._custody.forgot(_RESTORE_S):
-                raise StateAway  # its owner will tell the store again
             if record is None or record.tenant != tenant:
                 raise _unknown()
             raise TrunklineError(Reason.FEATURE_OFF, "the generation cannot be resumed")
@@ -229,11 +229,11 @@ class Generations:
 
     @contextmanager
     def _watched(self, delivery: Delivery) -> Iterator[None]:
-        self._open.add(delivery)
+        self._open[delivery] = None
         try:
             yield
         finally:
-            self._open.discard(delivery)
+            del self._open[delivery]
 
 
 class Follower:

@@ -121,7 +121,7 @@ class Upstream:
             request = errand.submission(stamp)
             request.excluded.extend(course.excluded)
             request.submission.traceparent, request.submission.tracestate = inject(span)
-            end = await self._run(errand, attempt, request)
+            end = await self._run(errand, course, attempt, request)
             _describe(span, end)
             return end
         except asyncio.CancelledError:
@@ -130,9 +130,9 @@ class Upstream:
         finally:
             span.end()
 
-    async def _run(self, errand: Errand, attempt: Attempt, request: router_pb2.SubmitRequest) -> End:
+    async def _run(self, errand: Errand, course: Course, attempt: Attempt, request: router_pb2.SubmitRequest) -> End:
         self._links.enter(attempt)
-        submit = asyncio.create_task(self._submit(errand, attempt, request))
+        submit = asyncio.create_task(self._submit(errand, course, attempt, request))
         try:
             await asyncio.wait((submit, attempt.ended), return_when=asyncio.FIRST_COMPLETED)
             if submit.done():
@@ -142,8 +142,10 @@ class Upstream:
             submit.cancel()
             self._links.leave(attempt)
 
-    async def _submit(self, errand: Errand, attempt: Attempt, request: router_pb2.SubmitRequest) -> None:
-        address = self._routers.next()
+    async def _submit(
+        self, errand: Errand, course: Course, attempt: Attempt, request: router_pb2.SubmitRequest
+    ) -> None:
+        address = self._routers.next(course.refusers)
         if address is None:
             attempt.end(Kind.UNREACHED, message="no router is known")
             return
@@ -155,6 +157,7 @@ class Upstream:
             self._routers.failed(address)
             self._refused(attempt, Kind.UNREACHED, message=str(lost))
         except TrunklineError as error:
+            course.refusers.add(address)
             self._refused(attempt, Kind.REFUSED, error=error)
         else:
             attempt.stages.router_queue_ms = response.queue_ms

@@ -23,7 +23,8 @@ WILD_REASONS: Final = frozenset({
     *(FINISHED, LEFT, BROKEN),
     *(reason.value for reason in (
         Reason.POISON_SUSPECTED, Reason.WORKER_LOST, Reason.NO_REPLICA, Reason.DRAINING, Reason.OUTCOME_UNKNOWN,
-        Reason.QUEUE_EXPIRED, Reason.RUN_EXPIRED, Reason.CLIENT_CANCEL, Reason.SLOW_READER, Reason.VERSION_GONE,
+        Reason.QUEUE_EXPIRED, Reason.RUN_EXPIRED, Reason.MOVED, Reason.STATE_AWAY, Reason.OWNER_LOST, Reason.OWNER_MOVED,
+        Reason.REQUEST_UNKNOWN, Reason.IDEMPOTENCY_CONFLICT, Reason.CLIENT_CANCEL, Reason.SLOW_READER, Reason.VERSION_GONE,
     )),
 })  # fmt: skip
 
@@ -95,12 +96,15 @@ class Chance:
             choices=choices,
             seed=rng.getrandbits(63),
             stops=(rng.choice(("e", "STOP", " the")),) if rng.random() < 0.3 and not self.plan.other_tokens else (),
-            ignore_eos=rng.random() < 0.0,
             client_id=f"id{number}" if cancels or rng.random() < 0.3 else "",
             leaves_s=rng.uniform(0.0, 1.5) if leaves else None,
             cancels_s=rng.uniform(0.0, 1.5) if cancels else None,
             cancels_at=f"g{rng.randint(1, self.plan.gateways)}",
             pauses_s=rng.choice((0.0, 0.0, 0.0, 0.1)),
+            window_s=rng.choice((0.0, 20.0)),
+            key=f"key{number}" if rng.random() < 0.2 else "",
+            breaks_s=rng.uniform(0.0, 1.0) if rng.random() < 0.2 else None,
+            others=tuple(f"g{each}" for each in range(1, self.plan.gateways + 1)),
         )
 
     # What befalls the mesh.
@@ -195,12 +199,14 @@ class Chance:
             allowed = WILD_REASONS if self.wild else {FINISHED}
             if client.ask.leaves_s is not None:
                 allowed = allowed | {LEFT}
+            if client.ask.breaks_s is not None and not client.ask.key:
+                allowed = allowed | {BROKEN}
             if client.ask.cancels_s is not None:
                 allowed = allowed | {Reason.CLIENT_CANCEL.value}
             where = f"c{client.number} ended {client.outcome}: {client.message}"
             assert client.outcome in allowed, where
             quiet = not world.events and not self.copy_p and not self.reset_p
-            assert not quiet or client.outcome in {FINISHED, LEFT, Reason.CLIENT_CANCEL.value}, where
+            assert not quiet or client.outcome in {FINISHED, LEFT, BROKEN, Reason.CLIENT_CANCEL.value}, where
 
     def _judge_store(self, world: World) -> None:
         """Where the store and every gateway lived, nothing of a request goes on in it."""

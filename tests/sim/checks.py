@@ -36,12 +36,12 @@ class Checks:
         table: Any = gateway.core.table
         end, seen = table.end, set()
 
-        def once(request: Any) -> None:
+        def once(request: Any, **how: Any) -> None:
             assert request.id not in seen, f"INV-1: {request.id} ended twice"
             seen.add(request.id)
-            assert terminal(request.state), "INV-1: it ended in a state that is none"
+            assert terminal(request.state) or how, "INV-1: it ended in a state that is none"
             self.ended[common_pb2.RequestState.Name(request.state)] += 1
-            end(request)
+            end(request, **how)
             assert table.accepted == len(seen) + len(table), "INV-1: accepted is not ended and in flight"
 
         table.end = once
@@ -125,6 +125,8 @@ class Checks:
             for name in ("_members", "_promised", "_leaving"):
                 if getattr(link, name):
                     yield f"{len(getattr(link, name))} in {name} of {link.address}"
+        if len(core.journals):
+            yield f"{len(core.journals)} journals"
         if gateway.store._behind:
             yield f"{len(gateway.store._behind)} writes behind"
 

@@ -29,6 +29,10 @@ STOP, LENGTH = common_pb2.FINISH_REASON_STOP, common_pb2.FINISH_REASON_LENGTH
 FINISHED: Final = "FINISHED"
 LEFT: Final = "LEFT"
 BROKEN: Final = "BROKEN"  # the connection to the gateway broke
+MOST_TURNS: Final = 40
+COME_BACK: Final = frozenset({
+    BROKEN, *(reason.value for reason in (Reason.MOVED, Reason.OWNER_MOVED, Reason.STATE_AWAY, Reason.DRAINING))
+})  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -49,12 +53,22 @@ class Ask:
     cancels_s: float | None = None  # after which somebody cancels it, through `cancels_at`
     cancels_at: str = "g1"
     pauses_s: float = 0.0  # between two events
+    window_s: float = 0.0  # for which it can be resumed; its client then comes back
+    key: str = ""  # for idempotency; its client then asks again where it cannot resume
+    breaks_s: float | None = None  # after which its client breaks off, to come back
+    others: tuple[str, ...] = ()  # gateways to come back to, in turn
+
+    @property
+    def resumable(self) -> bool:
+        """Another gateway may go on with it."""
+        return bool(self.window_s or self.key)
 
     def spec(self) -> pb.GenerationSpec:
         """As it is sent."""
         spec = pb.GenerationSpec(
             model=fake.MODEL, max_tokens=self.max_tokens, n=self.choices, stop=self.stops, ignore_eos=self.ignore_eos,
             return_token_ids=True, client_request_id=self.client_id, deadline_ms=round(self.deadline_s * 1000),
+            resume_window_ms=round(self.window_s * 1000), idempotency_key=self.key,
         )  # fmt: skip
         spec.prompt_token_ids.ids.extend(self.prompt)
         spec.sampling.seed = self.seed
@@ -95,6 +109,9 @@ class Client:
     began: float = 0.0
     ended: float = 0.0
     confirmed: bool | None = None
+    returns: int = 0
+    _request_id: str = ""
+    _cursor: str = ""
 
     def start(self) -> asyncio.Task[None]:
         """Its process begins."""
@@ -122,29 +139,83 @@ class Client:
             cancelling.cancel()
 
     async def _stream(self) -> None:
-        stub = inference_pb2_grpc.InferenceServiceStub(self._channel(self.ask.gateway))  # type: ignore[no-untyped-call]
-        call = stub.Generate(
-            pb.GenerateRequest(spec=self.ask.spec()), metadata=self._metadata, timeout=self.ask.deadline_s
-        )
+        """Ask; a client of a resumable request comes back until it is over or its time is."""
+        try:
+            await self._call(self._generate(self.ask.gateway))
+            for turn in range(MOST_TURNS):
+                if not (self.ask.resumable and self._may_return()):
+                    return
+                await asyncio.sleep(0.2 + 0.1 * turn)
+                self.returns += 1
+                gateway = self._gateways[(turn + 1) % len(self._gateways)]
+                await self._call(self._again(gateway))
+        except asyncio.CancelledError:
+            self.outcome = LEFT
+            raise
+
+    def _may_return(self) -> bool:
+        refused = self.outcome in (Reason.STATE_AWAY.value, Reason.DRAINING.value)  # then asking again is safe
+        known = self.ask.key or self._request_id or refused
+        late = self.world.loop.now - self.began > self.ask.deadline_s
+        return bool(known) and not late and self.outcome in COME_BACK
+
+    def _generate(self, gateway: str) -> Any:
+        stub = inference_pb2_grpc.InferenceServiceStub(self._channel(gateway))  # type: ignore[no-untyped-call]
+        request = pb.GenerateRequest(spec=self.ask.spec())
+        return stub.Generate(request, metadata=self._metadata, timeout=self.ask.deadline_s)
+
+    def _again(self, gateway: str) -> Any:
+        if not self._request_id:
+            return self._generate(gateway)
+        stub = inference_pb2_grpc.InferenceServiceStub(self._channel(gateway))  # type: ignore[no-untyped-call]
+        self.said.started = None
+        request = pb.ResumeRequest(request_id=self._request_id, cursor=self._cursor)
+        return stub.Resume(request, metadata=self._metadata, timeout=self.ask.deadline_s)
+
+    async def _call(self, call: Any) -> None:
+        """One stream, to its end."""
+        self.outcome = ""
+        breaking = self._breaking(call) if self.ask.breaks_s is not None and not self.returns else None
         try:
             async for event in call:
-                self.said.take(event)
+                self._take(event)
                 if self.ask.pauses_s:
                     await asyncio.sleep(self.ask.pauses_s)
         except grpc.aio.AioRpcError as error:
             self._failed(error)
         except asyncio.CancelledError:
-            self.outcome = LEFT
+            task = asyncio.current_task()
+            if task is not None and task.cancelling():
+                raise
+            self.outcome = BROKEN  # by ourselves
         else:
             self.outcome = FINISHED
             assert self.said.finished is not None, "the stream ended without Finished"
         finally:
             call.cancel()
+            if breaking is not None:
+                breaking.cancel()
+
+    def _breaking(self, call: Any) -> asyncio.TimerHandle:
+        assert self.ask.breaks_s is not None
+        return self.world.loop.call_later(self.ask.breaks_s, call.cancel)
+
+    def _take(self, event: Any) -> None:
+        self.said.take(event)
+        if event.HasField("started"):
+            assert self._request_id in ("", event.started.request_id), "INV-11: another request of the same key"
+            self._request_id = event.started.request_id
+        if event.HasField("delta"):
+            self._cursor = event.delta.cursor
 
     def _failed(self, error: grpc.aio.AioRpcError) -> None:
         found = from_rpc(error)
         self.message = found.message
         self.outcome = BROKEN if found.metadata.get("grpc") in ("UNAVAILABLE", "CANCELLED") else found.reason.value
+
+    @property
+    def _gateways(self) -> tuple[str, ...]:
+        return self.ask.others or (self.ask.gateway,)
 
     async def _leave(self, stream: asyncio.Task[None]) -> None:
         if self.ask.leaves_s is not None:

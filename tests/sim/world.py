@@ -273,6 +273,15 @@ class World:
         channels = SimChannels(self.net, process, identity)
         lag, peers = LoopLag(clock), Peers(store, "worker")
         await store.start()
+        try:
+            await self._routing(node, process, store, channels, lag, peers, lifecycle, rng)
+        except* _Left:
+            pass
+        self._leave(node, process)
+
+    async def _routing(self, node: Node, process: Process, store: SimStore, channels: SimChannels, lag: LoopLag,
+                       peers: Peers, lifecycle: Lifecycle, rng: random.Random) -> None:  # fmt: skip
+        clock, identity = self.clock, lifecycle.identity
         async with asyncio.TaskGroup() as tasks:
             core = router_app.make_core(
                 RouterConfig(id=node.name), clock=clock, rng=rng, tasks=tasks, lag=lag, peers=peers, channels=channels,
@@ -305,7 +314,6 @@ class World:
             for task in background:
                 task.cancel()
             raise _Left
-        self._leave(node, process)
 
     async def _gateway(self, node: Node, process: Process) -> None:
         rng, clock = self._own_rng(), self.clock
@@ -493,7 +501,7 @@ class World:
 
     async def answered(self) -> None:
         """Every client has come to its end, and what it heard is right."""
-        while not all(client.outcome for client in self.clients):
+        while not all(client.ended for client in self.clients):
             await asyncio.sleep(0.05)
         for client in self.clients:
             client.check()
@@ -599,7 +607,8 @@ class GatewayParts:
 
 def gateway_tasks(core: Any, lag: LoopLag, routers: Peers, gateways: Peers) -> list[Callable[[], Any]]:
     """What a gateway keeps running."""
-    return [lag.run, routers.run, gateways.run, core.catalog.run, core.generations.run]
+    return [lag.run, routers.run, gateways.run, core.catalog.run, core.generations.run, core.journals.run,
+            core.sweeper.run]  # fmt: skip
 
 
 def run(seed: int, plan: Plan, story: Callable[[World], Coroutine[Any, Any, None]], most_s: float = 300.0) -> World:
@@ -631,6 +640,8 @@ def _leave(world: World) -> None:
     """Every task, those of killed processes too, comes to its end by cancellation; what they then do counts no more."""
     loop = world.loop
     loop.quiescent = _nothing
+    world.log = _nothing  # type: ignore[method-assign]
+    world.net._log = _nothing
     logging.disable(logging.CRITICAL)
     loop.revive()
     for _ in range(5):
