@@ -104,6 +104,8 @@ class Admission:
         except StateAway:
             if claims is not None:
                 raise
+            if owned is not None:
+                self._store.write_behind(*owned)
             scopes = [(scope, rates.share(max(1, self._gateways()))) for scope, rates in scopes]
             found = self._local.reserve(tenant, request_id, scopes, tokens, self._now_us(), ttl_us)
             by = "local"

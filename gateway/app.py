@@ -85,6 +85,7 @@ class Core:
 
     async def close(self) -> None:
         """End streams and what is being made."""
+        await self.generations.close()
         await self.links.close()
         await self.kits.close()
 

@@ -133,6 +133,7 @@ class Custody:
         self._store = store
         self._clock = clock
         self._forgot_at: float | None = None
+        self._mine: dict[str, str] = {}  # tenant by id, to tell a store that came back empty
         store.on_birth_change(self._note_forgotten)
         self._id = identity.id
         self._ginc = incarnation_text(identity.incarnation)
@@ -144,15 +145,26 @@ class Custody:
 
     def _note_forgotten(self) -> None:
         self._forgot_at = self._clock.monotonic()
+        for request_id, tenant in self._mine.items():
+            self._store.write_behind(*self._own(request_id, tenant))
+
+    def _own(self, request_id: str, tenant: str) -> Write:
+        return _OWN, [keys.own(self._ginc)], [f"{request_id}:{tenant}", OWN_TTL_S]
 
     # Any request.
 
     def owned(self, request_id: str, tenant: str) -> Write:
         """The write that says who owns it, to go before anything is taken for it."""
-        return _OWN, [keys.own(self._ginc)], [f"{request_id}:{tenant}", OWN_TTL_S]
+        self._mine[request_id] = tenant
+        return self._own(request_id, tenant)
+
+    def leave(self, request_id: str) -> None:
+        """It is not owned here any more; the store says so already, or another gateway finds it where it was."""
+        self._mine.pop(request_id, None)
 
     def disown(self, request_id: str, tenant: str) -> None:
         """It is over. Written behind."""
+        self.leave(request_id)
         self._store.write_behind(_DISOWN, [keys.own(self._ginc)], [f"{request_id}:{tenant}"])
 
     # Resumable requests, by their owner.
@@ -225,11 +237,11 @@ class Custody:
             if len(entries) < _ENTRIES:
                 return News(rank, bool(resumable), bool(lapsed), runs, ending, last)
 
-    async def take_over(self, request_id: str, tenant: str) -> tuple[int, int] | None:
-        """(epoch, ms left) if this gateway owns it now; None if it has an owner or is over."""
-        take: Write = (
-            _TAKE_OVER, [keys.req(request_id)], [self._now_ms(), LEASE_MS, self._id, self._ginc]
-        )  # fmt: skip
+    async def take_over(self, request_id: str, tenant: str, again: bool = False) -> tuple[int, int] | None:
+        """(epoch, ms left) if this gateway owns it now; None if it has an owner or is over. `again`: it was tried
+        before, and what became of that is not known."""
+        asked: list[str | int] = [self._now_ms(), LEASE_MS, self._id, self._ginc, int(again)]
+        take: Write = (_TAKE_OVER, [keys.req(request_id)], asked)
         _, (epoch, *left) = await self._store.run_all([self.owned(request_id, tenant), take])
         return (epoch, left[0]) if epoch else None
 

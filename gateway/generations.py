@@ -7,10 +7,11 @@ resumable one outlives it, and every client of it, the first one too, only has a
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import logging
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
-from typing import Final, cast
+from typing import Final, TypeVar, cast
 
 from gateway import cursor as cursors
 from gateway import validate
@@ -19,7 +20,7 @@ from gateway.auth import Limits, Principal
 from gateway.custody import Custody, News, Plan
 from gateway.delivery import Delivery
 from gateway.generation import Generation, form_of
-from gateway.journal import Journal, Journals, Log
+from gateway.journal import RETRY_S, Journal, Journals, Log
 from gateway.kit import Kit
 from gateway.pacer import Pacer
 from gateway.request import Operation, Parts
@@ -31,6 +32,8 @@ from trunkline.inference.v1 import inference_pb2
 from trunkline.router.v1 import router_pb2
 
 _log = logging.getLogger(__name__)
+
+_T = TypeVar("_T")
 
 _READERS_S: Final = 1.0
 _POLL_S: Final = 0.02  # of a follower while tokens come
@@ -47,7 +50,8 @@ class Generations:
         self._custody: Custody = parts.custody
         self._default_window_s = default_window_s
         self._open: dict[Delivery, None] = {}
-        self._admitting: set[asyncio.Task[None]] = set()
+        self._admitting: dict[asyncio.Task[None], None] = {}
+        self._taking: dict[asyncio.Task[Generation | None], None] = {}
         self.pacer = Pacer()
 
     async def run(self) -> None:
@@ -56,6 +60,13 @@ class Generations:
             await asyncio.sleep(_READERS_S)
             for delivery in list(self._open):
                 delivery.check_reader()
+
+    async def close(self) -> None:
+        """End admissions and take-overs whose clients have left."""
+        tasks = [*self._admitting, *self._taking]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
     @asynccontextmanager
     async def start(
@@ -106,7 +117,7 @@ class Generations:
         generation.keep(journal)
         with _reading(journal):
             admitting = asyncio.get_running_loop().create_task(generation.admit())
-            self._admitting.add(admitting)
+            self._admitting[admitting] = None
             admitting.add_done_callback(self._admitted)
             await asyncio.shield(admitting)
             with self._viewing(generation.head(), journal.log) as view:
@@ -114,7 +125,7 @@ class Generations:
                 yield view
 
     def _admitted(self, task: asyncio.Task[None]) -> None:
-        self._admitting.discard(task)
+        self._admitting.pop(task, None)
         if not task.cancelled():
             task.exception()  # told to the client if it is still there
 
@@ -174,7 +185,7 @@ class Generations:
     async def take_over(self, tenant: str, request_id: str) -> Generation | None:
         """Own a resumable request whose lease has lapsed and go on with it; None if it has an owner or is over.
 
-        Raises STATE_AWAY, DRAINING, NO_REPLICA (the model's files cannot be had), and then nothing was taken.
+        Waits while the store is away. Raises DRAINING, NO_REPLICA (the model's files cannot be had).
         """
         parts = self._parts
         if parts.lifecycle.draining:
@@ -184,21 +195,34 @@ class Generations:
             return None
         plan, fields = found
         kit = await parts.catalog.kit(common_pb2.ModelVersion.FromString(plan.served))
-        taken = await self._custody.take_over(request_id, tenant)
+        # From here on it is followed through, whoever leaves: a request that is owned here must run here.
+        # In a context of its own: it belongs to the trace of the request, not to that of the call that found it.
+        taking = asyncio.get_running_loop().create_task(
+            self._take(request_id, plan, fields, kit), context=contextvars.Context()
+        )
+        self._taking[taking] = None
+        taking.add_done_callback(self._taken)
+        return await asyncio.shield(taking)
+
+    async def _take(self, request_id: str, plan: Plan, fields: Mapping[str, str], kit: Kit) -> Generation | None:
+        taken = await _insist(lambda again: self._custody.take_over(request_id, plan.tenant, again))
         if taken is None:
-            if parts.table.live(request_id) is None:
-                self._custody.disown(request_id, tenant)
+            if self._parts.table.live(request_id) is None:
+                self._custody.disown(request_id, plan.tenant)
             return None
         epoch, left_ms = taken
+        news = await _insist(lambda _: self._custody.follow(request_id))  # after this nobody appends but us
         generation = self._made_again(request_id, plan, left_ms)
-        news = await self._custody.follow(request_id)  # after this nobody appends but us
-        journal = Journal(
-            self._journals, generation, tenant, int(fields.get("window", "0")) / 1000, epoch, news.runs
-        )  # fmt: skip
-        generation.keep(journal)
+        window_s = int(fields.get("window", "0")) / 1000
+        generation.keep(Journal(self._journals, generation, plan.tenant, window_s, epoch, news.runs))
         generation.restore(plan, kit, news.runs, int(fields.get("winc", "0"), 16), epoch)
         _log.info("took request %s over at epoch %d", request_id, epoch)
         return generation
+
+    def _taken(self, task: asyncio.Task[Generation | None]) -> None:
+        self._taking.pop(task, None)
+        if not task.cancelled():
+            task.exception()  # told to the client if it is still there
 
     def _made_again(self, request_id: str, plan: Plan, left_ms: int) -> Generation:
         nothing = frozenset[str]()
@@ -304,6 +328,17 @@ class Follower:
         self._journal.attach()
         view.move(self._journal.log)
         return True
+
+
+async def _insist(ask: Callable[[bool], Awaitable[_T]]) -> _T:
+    """The answer, though the store be away for a while; `ask` is told whether it asks again."""
+    again = False
+    while True:
+        try:
+            return await ask(again)
+        except StateAway:
+            again = True
+            await asyncio.sleep(RETRY_S)
 
 
 @contextmanager

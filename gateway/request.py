@@ -354,7 +354,9 @@ class Request(ABC):
         self._ended_ms = self.parts.clock.wall_ms()
         self.state = _state_after(error)
         moved = isinstance(error, OwnerMoved)
-        if not moved:
+        if moved:
+            self.parts.custody.leave(self.id)
+        else:
             self._settle()
             self.parts.custody.disown(self.id, self.principal.tenant)
         self.parts.table.end(self, known=not moved)

@@ -6,4 +6,5 @@ if now == 0 then
   now = time[1] * 1000 + math.floor(time[2] / 1000)
 end
 redis.call('ZADD', KEYS[1], now, ARGV[2])
+redis.call('EXPIRE', KEYS[1], 86400)
 return redis.call('ZRANGEBYSCORE', KEYS[1], '-inf', now - ARGV[3], 'LIMIT', 0, 64)

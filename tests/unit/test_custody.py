@@ -8,7 +8,6 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
-import pytest
 import redis
 
 from gateway.admission import SCRIPT
@@ -18,6 +17,8 @@ from shared import keys
 from shared.clock import SYSTEM_CLOCK
 from shared.ids import Identity
 from shared.state import Store
+from tests.fakes.gateway_client import until
+from tests.fakes.valkey import Valkey
 from trunkline.common.v1 import common_pb2
 
 ID = "ab" * 16
@@ -219,10 +220,28 @@ async def test_of_concurrent_claims_of_a_key_one_wins(redis_url: str) -> None:
         await store.close()
 
 
-@pytest.mark.parametrize("lease_ms", [0])
-async def test_what_is_let_go_can_be_taken_at_once(redis_url: str, lease_ms: int) -> None:
+async def test_what_is_let_go_can_be_taken_at_once_and_a_lost_answer_is_asked_for_again(redis_url: str) -> None:
     time = Time()
-    async with custodies(redis_url, 2, time) as (one, two):
+    async with custodies(redis_url, 3, time) as (one, two, three):
         await claimed(one)
-        await one.hold([(ID, 1, 0)], lease_ms)
+        await one.hold([(ID, 1, 0)], lease_ms=0)
         assert await two.take_over(ID, "a") == (2, 60_000)
+        assert await three.take_over(ID, "a", again=True) is None
+        assert await two.take_over(ID, "a") is None
+        assert await two.take_over(ID, "a", again=True) == (3, 60_000)
+
+
+async def test_a_store_that_came_back_empty_hears_again_what_is_owned(valkey: Valkey) -> None:
+    async with custodies(valkey.url, 1, Time()) as (one,):
+        await claimed(one)
+        await one.claim("cd" * 16, "a", (1, 1), PLAN, 1, 1, RECORD)
+        one.disown("cd" * 16, "a")
+        valkey.kill()
+        valkey.start()
+
+        def owned() -> set[str]:
+            with valkey.client() as client:
+                return set(client.smembers(keys.own("1".zfill(16))))
+
+        await until(lambda: owned() == {f"{ID}:a"})
+        assert one.forgot(5)
