@@ -7,6 +7,8 @@ Whatever happens: what a client has read, joined over all its streams, is the un
 from __future__ import annotations
 
 import asyncio
+import os
+import random
 import signal
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -183,6 +185,43 @@ async def test_an_ordinary_generation_cannot_be_resumed(redis_url: str, tmp_path
                 await resume(client, said.started.request_id, last_cursor(said))
             assert caught.value.reason is Reason.FEATURE_OFF
         call.cancel()
+
+
+MANY = int(os.environ.get("TRUNKLINE_TEST_RESUMES", "150"))  # of the closing note: 1000
+
+
+@pytest.mark.timeout(600)
+async def test_many_disconnects_and_resumes_join_to_the_undisturbed_text(redis_url: str, tmp_path: Path) -> None:
+    async with two_gateways(redis_url, tmp_path, lengths=LENGTHS, step_s=0.004) as (*gateways, _, (worker,)):
+        room = asyncio.Semaphore(12)
+
+        async def one(number: int) -> None:
+            rng, prompt = random.Random(number), (number % 280, number // 280, 7)
+            async with room:
+                said = await cut_off(rng.choice(gateways), kept(prompt), rng.randint(1, 30))
+                for _ in range(rng.randint(0, 2)):
+                    said = await cut_again(rng.choice(gateways), said, rng.randint(1, 20))
+                await come_back(rng.choice(gateways), said)
+            assert said.texts == {choice: expected(prompt, choice, length) for choice, length in enumerate(LENGTHS)}
+
+        async with asyncio.TaskGroup() as tasks:
+            for number in range(MANY):
+                tasks.create_task(one(number))
+        assert len(worker.submissions) == MANY
+        with redis.Redis.from_url(redis_url, decode_responses=True) as store:
+            await until(lambda: not held_by(store))
+
+
+async def cut_again(client: Client, said: Said, more: int) -> Said:
+    """Come back, read a little, and leave again."""
+    assert said.started is not None
+    call = resumed(client, said.started.request_id, last_cursor(said))
+    said.started, wanted = None, len(said.deltas) + more
+    while said.finished is None and len(said.deltas) < wanted:
+        said.take(await call.read())
+    call.cancel()
+    said.finished = None
+    return said
 
 
 # --- ends -----------------------------------------------------------------------------------------------------------
