@@ -209,6 +209,9 @@ class Client:
             self._cursor = event.delta.cursor
 
     def _failed(self, error: grpc.aio.AioRpcError) -> None:
+        if self.said.finished is not None:  # the connection broke when all was said
+            self.outcome = FINISHED
+            return
         found = from_rpc(error)
         self.message = found.message
         self.outcome = BROKEN if found.metadata.get("grpc") in ("UNAVAILABLE", "CANCELLED") else found.reason.value

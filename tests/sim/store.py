@@ -214,6 +214,7 @@ class Link:
 
     def __init__(self, server: SimRedis, rng: Rng) -> None:
         self.cut = False
+        self.slow_s = 0.0  # more, each way
         self._server = server
         self._rng = rng
 
@@ -224,7 +225,7 @@ class Link:
 
     async def trip(self) -> None:
         """Half of a round trip. Raises what the client raises when nobody answers."""
-        await asyncio.sleep(self._rng.uniform(0.0001, 0.0008))
+        await asyncio.sleep(self.slow_s + self._rng.uniform(0.0001, 0.0008))
         while self.cut:
             await asyncio.sleep(0.25)
         if self._server.away:
