@@ -473,3 +473,46 @@ async def test_duplicates_while_their_gateway_is_killed_make_one_transcript(redi
             assert (await task).texts == whole
         assert (await client.stream(asked)).texts == whole
         assert [(sub.epoch, sub.attempt) for sub in worker.submissions] == [(1, 1), (2, 1)]
+
+
+@pytest.mark.timeout(600)
+async def test_many_duplicate_keys_under_a_kill_make_one_transcript_each(redis_url: str, tmp_path: Path) -> None:
+    async with (
+        two_gateways(redis_url, tmp_path, lengths=LENGTHS, step_s=0.01) as (one, two, router, (worker,)),
+        gateway_process(router, directory=tmp_path, store=redis_url) as doomed,
+    ):
+        room, begun = asyncio.Semaphore(24), asyncio.Event()
+        gateways = (one, two, doomed.client)
+
+        async def ask(number: int, first: int) -> str | None:
+            prompt, said = (number % 280, number // 280, 9), Said()
+            async with room:
+                for turn in range(first, first + 20):
+                    said = Said()
+                    try:
+                        client = gateways[turn % 3]
+                        await client.stream(kept(prompt, idempotency_key=f"key {number}"), said)
+                        break
+                    except TrunklineError as error:
+                        if not error.row.retryable:
+                            raise
+                        await asyncio.sleep(0.2)
+            assert said.texts == {choice: expected(prompt, choice, length) for choice, length in enumerate(LENGTHS)}
+            if number == MANY // 4:
+                begun.set()
+            return said.started.request_id if said.started is not None else None
+
+        async def kill() -> None:
+            await begun.wait()
+            await doomed.kill()
+
+        async with asyncio.TaskGroup() as tasks:
+            asked = [[tasks.create_task(ask(number, number + turn)) for turn in range(3)] for number in range(MANY)]
+            tasks.create_task(kill())
+        assert all(len({task.result() for task in same}) == 1 for same in asked)
+        by_prompt: dict[tuple[int, ...], set[bytes]] = {}
+        for sub in worker.submissions:
+            by_prompt.setdefault(tuple(sub.generate.prompt), set()).add(sub.request_id)
+        assert len(by_prompt) == MANY
+        assert all(len(ids) == 1 for ids in by_prompt.values())
+        assert any(sub.epoch == 2 for sub in worker.submissions), "the kill hit nothing"
