@@ -197,8 +197,10 @@ class Catalog:
             for version in view.versions:
                 own = merged.setdefault(_key(version), common_pb2.ModelVersion())
                 replicas = max(own.ready_replicas, version.ready_replicas if view.live else 0)
+                features = sorted({*own.features, *version.features})
                 own.CopyFrom(version)
                 own.ready_replicas = replicas
+                own.features[:] = features
         models: dict[str, list[common_pb2.ModelVersion]] = {}
         for key in sorted(merged, reverse=True):
             models.setdefault(key[0], []).append(merged[key])

@@ -46,7 +46,7 @@ class Ask:
     choices: int = 1
     seed: int = 1
     stops: tuple[str, ...] = ()
-    ignore_eos: bool = False
+    logprobs: bool = False
     deadline_s: float = 60.0
     client_id: str = ""
     leaves_s: float | None = None  # after which the client goes away
@@ -66,12 +66,14 @@ class Ask:
     def spec(self) -> pb.GenerationSpec:
         """As it is sent."""
         spec = pb.GenerationSpec(
-            model=fake.MODEL, max_tokens=self.max_tokens, n=self.choices, stop=self.stops, ignore_eos=self.ignore_eos,
+            model=fake.MODEL, max_tokens=self.max_tokens, n=self.choices, stop=self.stops,
             return_token_ids=True, client_request_id=self.client_id, deadline_ms=round(self.deadline_s * 1000),
             resume_window_ms=round(self.window_s * 1000), idempotency_key=self.key,
         )  # fmt: skip
         spec.prompt_token_ids.ids.extend(self.prompt)
         spec.sampling.seed = self.seed
+        if self.logprobs:
+            spec.sampling.logprobs = 0
         return spec
 
 

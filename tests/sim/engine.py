@@ -188,7 +188,9 @@ class SimEngine:
         return Output(None, None)  # type: ignore[arg-type]
 
     def _sample(self, _logits: Any, draws: Sequence[Draw]) -> list[Pick]:
-        return [Pick(self._draw(draw)) for draw in draws]
+        return [
+            Pick(self._draw(draw), m.Logprob(-0.5) if draw.sampling.logprobs >= 0 else None) for draw in draws
+        ]  # fmt: skip
 
     def _draw(self, draw: Draw) -> int:
         sampling: Sampling = draw.sampling

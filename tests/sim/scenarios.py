@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from shared.errors import Reason
+from shared.wire import FEATURES
 from tests.sim.clients import BROKEN, FINISHED, Ask, Client
 from tests.sim.engine import MARK, Shape
 from tests.sim.net import ARRIVES, Fate, Passing
@@ -136,6 +137,18 @@ async def _end(*clients: Client) -> None:
     await _until(lambda: all(client.ended for client in clients), 120.0)
 
 
+async def _meet(world: World) -> None:
+    """Every worker has a stream of every gateway."""
+    count = 4 * world.plan.workers
+    clients = [
+        _ask(world, seed=seed, gateway=node.name, max_tokens=4)
+        for node in world.of("gateway") for seed in range(count)
+    ]  # fmt: skip
+    await _end(*clients)
+    for parts in world.living("gateway"):
+        assert parts.core.links.open_streams == world.plan.workers, "not every worker was needed"
+
+
 def _holders(world: World) -> list[str]:
     return [node.name for node in world.of("worker") if node.process.alive and node.parts.door._holdings.live]
 
@@ -224,9 +237,10 @@ async def a_batch_is_duplicated(world: World, how: float) -> None:
             return Fate(copies=((address, 0.2 if how == 1.0 else 0.0),), late_s=0.2 if how == 2.0 else 0.0)
         return ARRIVES
 
+    await _meet(world)
     Tap(world, fate)
     client = _ask(world, choices=2)
-    await _until(lambda: _tokens(client) > 20)
+    await _until(lambda: _tokens(client) > 60)
     assert len(_holders(world)) == 1, "two workers run one request"
     await _end(client)
     _finished(client)
@@ -240,6 +254,7 @@ async def a_batch_is_duplicated_to_two_workers_that_draw_other_tokens(world: Wor
             return Fate(copies=(("w2:1" if passing.target == "w1" else "w1:1", 0.1),))
         return ARRIVES
 
+    await _meet(world)
     Tap(world, fate)
     client = _ask(world)
     await _end(client)
@@ -275,7 +290,7 @@ async def a_cancel_overtakes_its_batch(world: World) -> None:
         return Fate(late_s=0.8) if _is(passing, "SubmitBatch", "call", "r") and number == 1 else ARRIVES
 
     Tap(world, fate)
-    client = _ask(world, leaves_s=0.2, max_tokens=400, prompt=(MARK, 400, 1))
+    client = _ask(world, leaves_s=0.2, max_tokens=400, prompt=(MARK, 290, 1))
     await _end(client)
     await asyncio.sleep(1.0)
     assert not _holders(world), "the router forgot to cancel it"
@@ -283,7 +298,7 @@ async def a_cancel_overtakes_its_batch(world: World) -> None:
 
 @_scenario(Plan(gateways=1, routers=1, workers=1, max_requests=1))
 async def a_client_leaves_while_its_request_is_queued(world: World) -> None:
-    first = _ask(world, max_tokens=300, prompt=(MARK, 300, 1))
+    first = _ask(world, max_tokens=300, prompt=(MARK, 290, 1))
     await _until(lambda: _tokens(first) > 2)
     second = _ask(world, leaves_s=0.5)
     await _end(second)
@@ -355,7 +370,7 @@ async def first_tokens_and_ends_are_told_at_once(world: World) -> None:
 
 @_scenario(ONE)
 async def a_stop_string_ends_a_choice_at_its_worker(world: World) -> None:
-    client = _ask(world, stops=("e",), prompt=(9, 9, 8), seed=3, max_tokens=400, ignore_eos=True)
+    client = _ask(world, stops=("e",), prompt=(MARK, 290, 8), seed=3, max_tokens=400)
     await _end(client)
     _finished(client)
     assert len(client.said.ids[0]) < 200
@@ -366,7 +381,7 @@ async def a_stop_string_ends_a_choice_at_its_worker(world: World) -> None:
 
 @_scenario(ONE, queued=0.05, running=0.8)
 async def a_deadline_passes(world: World, deadline_s: float) -> None:
-    client = _ask(world, max_tokens=400, prompt=(MARK, 400, 1), deadline_s=deadline_s)
+    client = _ask(world, max_tokens=400, prompt=(MARK, 290, 1), deadline_s=deadline_s)
     await _end(client)
     assert client.outcome in (Reason.RUN_EXPIRED.value, Reason.QUEUE_EXPIRED.value)
     assert client.ended - client.began < deadline_s + 0.3
@@ -412,7 +427,7 @@ async def an_engine_dies_behind_a_living_door(world: World) -> None:
 
 @_scenario(Plan(gateways=1, routers=1, workers=3))
 async def a_request_that_ends_its_workers_is_given_up(world: World) -> None:
-    client = _ask(world, max_tokens=300, prompt=(MARK, 300, 1))
+    client = _ask(world, max_tokens=300, prompt=(MARK, 290, 1))
     losses = 0
     while not client.ended and losses < 5:
         await _until(lambda: client.ended or _holders(world))
@@ -478,7 +493,7 @@ async def a_process_is_stopped(world: World, what: tuple[str, float]) -> None:
 
 @_scenario(SMALL)
 async def a_stopped_gateway_does_not_blame_its_workers(world: World) -> None:
-    client = _ask(world, max_tokens=400, prompt=(MARK, 400, 400, 1), choices=2)
+    client = _ask(world, max_tokens=400, prompt=(MARK, 290, 290, 1), choices=2)
     await _until(lambda: _tokens(client) > 10)
     world.stop("g1", 6.0)
     await _end(client)
@@ -493,7 +508,7 @@ async def a_stopped_gateway_does_not_blame_its_workers(world: World) -> None:
 @_scenario(BOTH)
 async def two_tenants_use_one_client_id(world: World) -> None:
     clients = [
-        _ask(world, tenant=tenant, gateway=gateway, client_id="same", max_tokens=300, prompt=(MARK, 300, 1), seed=seed)
+        _ask(world, tenant=tenant, gateway=gateway, client_id="same", max_tokens=300, prompt=(MARK, 290, 1), seed=seed)
         for tenant, gateway, seed in (("a", "g1", 1), ("b", "g2", 2))
     ]
     await _until(lambda: all(_tokens(client) > 5 for client in clients))
@@ -513,10 +528,10 @@ async def two_tenants_use_one_client_id(world: World) -> None:
     assert killer.confirmed
 
 
-@_scenario(Plan(gateways=1, routers=1, workers=2, features={"w1": frozenset({"encode"})}))
+@_scenario(Plan(gateways=1, routers=1, workers=2, features={"w1": FEATURES - {"logprobs"}}))
 async def an_older_worker_is_given_a_feature_it_does_not_have(world: World) -> None:
     tap = Tap(world)
-    clients = [_ask(world, seed=seed, max_tokens=10) for seed in range(6)]
+    clients = [_ask(world, seed=seed, max_tokens=10, logprobs=True) for seed in range(6)]
     await _end(*clients)
     _finished(*clients)
     assert any(result.HasField("mismatch") for _, result in tap.answers), "the older worker was never asked"
@@ -593,7 +608,7 @@ async def deltas_are_told_only_when_they_are_kept(world: World, slow_s: float) -
 @_scenario(Plan(gateways=2, routers=1, workers=2, other_tokens=True), from_all=True, from_the_store=False)
 async def one_of_two_gateways_is_partitioned(world: World, everything: bool) -> None:
     """It goes on and may not say so: the other one owns the request once the lease has lapsed."""
-    client = _ask(world, max_tokens=400, prompt=(MARK, 400, 1), window_s=30.0, others=("g1", "g2"))
+    client = _ask(world, max_tokens=400, prompt=(MARK, 290, 1), window_s=30.0, others=("g1", "g2"))
     await _until(lambda: _tokens(client) > 10)
     world.cut("g1", "store", 14.0)
     if everything:
@@ -607,7 +622,7 @@ async def one_of_two_gateways_is_partitioned(world: World, everything: bool) -> 
 
 @_scenario(BOTH)
 async def a_live_owner_is_followed_and_not_robbed(world: World) -> None:
-    client = _ask(world, max_tokens=400, prompt=(MARK, 400, 1), window_s=30.0, others=("g1", "g2"), breaks_s=0.3)
+    client = _ask(world, max_tokens=400, prompt=(MARK, 290, 1), window_s=30.0, others=("g1", "g2"), breaks_s=0.3)
     await _until(lambda: client.returns)
     await asyncio.sleep(1.0)
     assert not client.ended
