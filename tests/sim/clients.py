@@ -164,7 +164,7 @@ class Client:
     def _generate(self, gateway: str) -> Any:
         stub = inference_pb2_grpc.InferenceServiceStub(self._channel(gateway))  # type: ignore[no-untyped-call]
         request = pb.GenerateRequest(spec=self.ask.spec())
-        return stub.Generate(request, metadata=self._metadata, timeout=self.ask.deadline_s)
+        return stub.Generate(request, metadata=self._metadata, timeout=self.ask.deadline_s + 5.0)
 
     def _again(self, gateway: str) -> Any:
         if not self._request_id:

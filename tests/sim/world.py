@@ -49,6 +49,7 @@ from workers import app as worker_app
 from workers.assets import Assets
 from workers.config import DoorConfig, EngineConfig, ModelConfig, WorkerConfig
 from workers.door.door import Door
+from workers.door.execution import Execution
 from workers.door.service import WorkerServicer
 from workers.drain import Drain
 from workers.weights.manifest import Manifest, Origin
@@ -143,6 +144,7 @@ class World:
         self.nodes: dict[str, Node] = {}
         self.salts: list[int] = []  # of all engine lives
         self.troubles = 0  # that are not over
+        self.admissions = 0  # of all doors, adoptions apart
         self.events: list[str] = []  # what was done to it
         self.clients: list[Client] = []
         self.checks = Checks(self)
@@ -205,7 +207,7 @@ class World:
             drain_grace_ms=20_000,
         )
         lifecycle = Lifecycle(Identity("worker", node.name, 0), services=(worker_app.WORKER_SERVICE,), clock=clock)
-        door = Door(node.name, BUILD, clock, _Unseen(), worker_app._limits(config))
+        door = Door(node.name, BUILD, clock, _Counting(self), worker_app._limits(config))
         lag, store = LoopLag(clock), self._store(node, rng)
         worker = SimWorker(config, self._assets, door, lifecycle, lag.lag_s, rng)
         worker.features = plan.features.get(node.name)
@@ -551,8 +553,14 @@ class _Left(Exception):
     """Ends the task group of a process that has drained."""
 
 
-class _Unseen:
-    """Observer of a door who looks away."""
+class _Counting:
+    """Observer of a door: counts admissions and looks away otherwise."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+
+    def admitted(self, execution: Execution, *, adopted: bool) -> None:
+        self._world.admissions += not adopted
 
     def __getattr__(self, name: str) -> Callable[..., None]:
         return _nothing
