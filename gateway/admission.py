@@ -21,7 +21,7 @@ from gateway.ledger import MINUTE_US, Headroom, Ledger, Left, Rates, Refused
 from shared import keys
 from shared.clock import Clock
 from shared.errors import Reason, TrunklineError
-from shared.state import Script, StateAway, Store
+from shared.state import Script, StateAway, Store, Write
 
 SCRIPT: Final = Script(importlib.resources.files("gateway").joinpath("scripts/limits.lua").read_text())
 CONCURRENCY_RETRY_S: Final = 1.0  # nobody knows when a running request ends
@@ -33,10 +33,19 @@ _admissions = Counter(
 )
 
 
+class KeyTaken(Exception):
+    """The idempotency key belongs to another request; `same`: of the same body. Nothing was taken."""
+
+    def __init__(self, request_id: str, same: bool) -> None:
+        super().__init__(request_id)
+        self.request_id = request_id
+        self.same = same
+
+
 class Reservation:
     """What one admitted request holds of its tenant's limits."""
 
-    def __init__(self, headroom: Headroom, settle: Callable[[int], None]) -> None:
+    def __init__(self, headroom: Headroom | None, settle: Callable[[int], None]) -> None:
         self.headroom = headroom
         self._settle: Callable[[int], None] | None = settle
 
@@ -59,7 +68,9 @@ class Admission:
         clock: Clock,
         gateways: Callable[[], int],
         store_now_us: Callable[[], int] | None = None,
+        idem_ttl_s: int = 24 * 3600,
     ) -> None:
+        self.idem_ttl_s = idem_ttl_s
         self._store = store
         self._clock = clock
         self._gateways = gateways
@@ -69,44 +80,79 @@ class Admission:
         store.on_birth_change(self._start_empty)
 
     async def reserve(
-        self, principal: Principal, model: str, request_id: str, tokens: int, ttl_s: float
+        self,
+        principal: Principal,
+        model: str,
+        request_id: str,
+        tokens: int,
+        ttl_s: float,
+        owned: Write | None = None,
+        claims: tuple[str, bytes] | None = None,
     ) -> Reservation:
         """Take one request and `tokens` (prompt + choices × max_tokens) for at most `ttl_s`.
 
-        Raises RPM, TPM, CONCURRENCY with the time after which it may fit; a refusal takes nothing.
+        `owned` is written in the same round trip, before. `claims`: an idempotency key and the hash of the body, looked
+        at before the limits in the same script. Raises RPM, TPM, CONCURRENCY with the time after which it may fit, and
+        KeyTaken; a refusal takes nothing. With a key there is no local share: raises StateAway.
         """
         scopes = [(model, _rates(principal.model_limits.get(model, principal.limits))), ("*", _rates(principal.limits))]
         _refuse_what_never_fits(scopes, tokens)
         tenant, ttl_us = principal.tenant, round(ttl_s * 1e6)
         try:
-            found = await self._reserve_shared(tenant, request_id, scopes, tokens, ttl_us)
+            found = await self._reserve_shared(tenant, request_id, scopes, tokens, ttl_us, owned, claims)
             by = "store"
         except StateAway:
+            if claims is not None:
+                raise
+            if owned is not None:
+                self._store.write_behind(*owned)
             scopes = [(scope, rates.share(max(1, self._gateways()))) for scope, rates in scopes]
             found = self._local.reserve(tenant, request_id, scopes, tokens, self._now_us(), ttl_us)
             by = "local"
         _admissions.labels(by, found.limit if isinstance(found, Refused) else "ok").inc()
         if isinstance(found, Refused):
             raise _refusal(found, dict(scopes)[found.scope])
-        return Reservation(_headroom(found, scopes), lambda used: self._settle(tenant, request_id, used))
+        return Reservation(_headroom(found, scopes), lambda used: self.settle(tenant, request_id, used))
+
+    def adopt(self, tenant: str, request_id: str) -> Reservation:
+        """The reservation of a request that another gateway began."""
+        return Reservation(None, lambda used: self.settle(tenant, request_id, used))
 
     async def _reserve_shared(
-        self, tenant: str, request_id: str, scopes: _Scopes, tokens: int, ttl_us: int
+        self,
+        tenant: str,
+        request_id: str,
+        scopes: _Scopes,
+        tokens: int,
+        ttl_us: int,
+        owned: Write | None,
+        claims: tuple[str, bytes] | None,
     ) -> Left | Refused:
         (model, _), *_ = scopes
         debt = max(0, self._empty_until_us - self._now_us())
         arguments: list[str | int] = ["reserve", self._store_now_us(), debt, request_id, ttl_us, tokens, model]
         for _, rates in scopes:
             arguments += [rates.rpm, rates.tpm, rates.concurrency]
-        answer = await self._store.run(SCRIPT, [keys.lim(tenant)], arguments)
-        if answer[0]:
+        names = [keys.lim(tenant)]
+        if claims is not None:
+            key, body = claims
+            names.append(keys.idem(tenant, key))
+            arguments += [body.hex(), self.idem_ttl_s]
+        reserve: Write = (SCRIPT, names, arguments)
+        *_, answer = await self._store.run_all([owned, reserve] if owned else [reserve])
+        if answer[0] == 1:
             return Left(*answer[1:])
+        if answer[0] == 2:
+            raise KeyTaken(_text(answer[1]), claims is not None and _text(answer[2]) == claims[1].hex())
         return Refused(_text(answer[1]), answer[2], _text(answer[3]))
 
-    def _settle(self, tenant: str, request_id: str, used: int) -> None:
+    def settle(self, tenant: str, request_id: str, used: int | None) -> None:
+        """End a lease that used so much; None: nobody knows, so it counts in full. Written behind."""
         # The store is told also of what was decided here: it may have taken the reservation and lost the answer.
-        self._local.settle(tenant, request_id, used, self._now_us())
-        arguments: list[str | int] = ["settle", self._store_now_us(), 0, request_id, used]
+        if used is not None:
+            self._local.settle(tenant, request_id, used, self._now_us())
+        known = "" if used is None else used
+        arguments: list[str | int] = ["settle", self._store_now_us(), 0, request_id, known]
         self._store.write_behind(SCRIPT, [keys.lim(tenant)], arguments)
 
     def _start_empty(self) -> None:

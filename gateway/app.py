@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -21,15 +21,19 @@ from gateway.auth import Authenticator
 from gateway.catalog import Catalog
 from gateway.config import GatewayConfig
 from gateway.course import CourseLimits, MoveBudget
+from gateway.custody import Custody
+from gateway.delivery import Manners
 from gateway.embedding import Embeddings
-from gateway.generation import Generations
+from gateway.generations import Generations
 from gateway.http.app import Faces, build
+from gateway.journal import Journals
 from gateway.kit import Kits
 from gateway.links import Links
 from gateway.lookup import GatewayService, Lookup
 from gateway.parts import Parts, RequestLimits
 from gateway.routers import Routers
 from gateway.service import InferenceService
+from gateway.sweep import Sweeper
 from gateway.table import Table
 from gateway.telemetry import Telemetry
 from gateway.transport import GrpcTransport, Transport
@@ -45,7 +49,7 @@ from shared.peers import Peers, Registration
 from shared.ports import reachable
 from shared.records import Records
 from shared.rpc import Channels, add_health, add_reflection, make_server
-from shared.state import Store
+from shared.state import StateAway, Store
 from shared.wire import LoopLag
 from trunkline.admin.v1 import admin_pb2, admin_pb2_grpc
 from trunkline.gateway.v1 import gateway_pb2, gateway_pb2_grpc
@@ -58,6 +62,7 @@ GATEWAY_SERVICE: Final = gateway_pb2.DESCRIPTOR.services_by_name["GatewayService
 ADMIN_SERVICE: Final = admin_pb2.DESCRIPTOR.services_by_name["AdminService"].full_name
 STOP_S: Final = 1.0  # for calls that are left when every request is over
 HEALTH_S: Final = 0.25
+LAST_WRITES_S: Final = 2.0  # for outputs that are still to be written
 
 
 @dataclass(frozen=True)
@@ -71,6 +76,8 @@ class Core:
     catalog: Catalog
     kits: Kits
     links: Links
+    journals: Journals
+    sweeper: Sweeper
 
     @property
     def table(self) -> Table:
@@ -79,6 +86,7 @@ class Core:
 
     async def close(self) -> None:
         """End streams and what is being made."""
+        await self.generations.close()
         await self.links.close()
         await self.kits.close()
 
@@ -132,7 +140,9 @@ def make_core(
         rng=rng,
         lifecycle=lifecycle,
         catalog=catalog,
-        admission=Admission(store, clock, lambda: max(1, len(gateways.snapshot()))),
+        admission=Admission(
+            store, clock, lambda: max(1, len(gateways.snapshot())), idem_ttl_s=limits.idempotency_ttl_s
+        ),
         records=Records(store),
         upstream=upstream,
         table=Table(),
@@ -142,14 +152,17 @@ def make_core(
             config.default_deadline_ms,
             config.max_deadline_ms,
             limits.in_flight,
-            limits.heartbeat_ms / 1000,
-            limits.slow_reader_ms / 1000,
         ),
+        manners=Manners(limits.heartbeat_ms / 1000, limits.slow_reader_ms / 1000),
+        custody=Custody(store, identity, clock),
     )
-    generations = Generations(parts)
-    lookup = Lookup(parts.table, parts.records, gateways, transport, identity)
+    journals = Journals(parts.custody, clock)
+    generations = Generations(parts, journals, limits.resume_window_ms / 1000)
+    lookup = Lookup(parts.table, parts.records, gateways, transport, identity, generations.take_over)
+    sweeper = Sweeper(parts.custody, parts.admission, limits.owner_gone_ms)
     _show(parts, links, generations, lag)
-    return Core(parts, generations, Embeddings(parts), lookup, catalog, kits, links)
+    parts.telemetry.gauge("journals", "Resumable requests that are owned here.", lambda: float(len(journals)))
+    return Core(parts, generations, Embeddings(parts), lookup, catalog, kits, links, journals, sweeper)
 
 
 def _show(parts: Parts, links: Links, generations: Generations, lag: LoopLag) -> None:
@@ -193,7 +206,8 @@ async def running(
         async with asyncio.TaskGroup() as tasks:
             async with _serving(config, core, authenticator, store, traces.tracer) as gateway:
                 await routers.look()
-                for run in (lag.run, routers.run, gateways.run, core.catalog.run, core.generations.run):
+                for run in (lag.run, routers.run, gateways.run, core.catalog.run, core.generations.run,
+                            core.journals.run, core.sweeper.run):  # fmt: skip
                     tasks.create_task(run())
                 tasks.create_task(authenticator.run())
                 tasks.create_task(_keep_ready(lifecycle, core.catalog, store))
@@ -273,10 +287,15 @@ async def _finish(core: Core, grace_s: float) -> None:
         async with asyncio.timeout(grace_s):
             await core.table.idle()
     except TimeoutError:
-        _log.warning("%d requests are cancelled: the grace is over", len(core.table))
+        _log.warning("%d requests are moved or cancelled: the grace is over", len(core.table))
+        with suppress(StateAway):
+            await core.journals.let_go()
         for request in core.table:
             request.cancel(Reason.DRAINING)
         await core.table.idle()
+    with suppress(TimeoutError):  # whoever comes back finds what the store has
+        async with asyncio.timeout(LAST_WRITES_S):
+            await core.journals.idle()
 
 
 async def _keep_ready(lifecycle: Lifecycle, catalog: Catalog, store: Store) -> None:

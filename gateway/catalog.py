@@ -80,10 +80,10 @@ class Catalog:
 
     def choose(self, model: str, session: bytes = b"") -> common_pb2.ModelVersion:
         """The version that takes this request: by weight among those with a ready replica, if there is one. The same
-        for all requests of a `session`. Raises MODEL_UNKNOWN; NO_REPLICA while nothing is known of any model."""
+        for all requests of a `session`. Raises MODEL_UNKNOWN; NO_REPLICA while nobody tells of any model."""
+        versions = self._models.get(model)
         if not self._models:
             raise TrunklineError(Reason.NO_REPLICA, self.problem, retry_after_s=1.0)
-        versions = self._models.get(model)
         if not versions:
             raise TrunklineError(Reason.MODEL_UNKNOWN, f"the model {model[:128]!r} is not known")
         eligible = [version for version in versions if version.ready_replicas] or versions
@@ -120,7 +120,7 @@ class Catalog:
                     if address not in self._watching:
                         view = self._views[address] = _View()
                         self._watching[address] = tasks.create_task(self._watch(address, view))
-                for address in self._watching.keys() - known:
+                for address in sorted(self._watching.keys() - known):
                     if not self._views[address].live:
                         self._watching.pop(address).cancel()
                         del self._views[address]
@@ -206,13 +206,15 @@ class Catalog:
     def _merge(self) -> None:
         """One entry per version, its replicas as the router that sees most of them says."""
         merged: dict[_Key, common_pb2.ModelVersion] = {}
-        live = [view for view in self._views.values() if view.live]
+        live = [view for view in self._views.values() if view.live and view.versions]  # who knows of none knows nothing
         for view in live or self._views.values():
             for version in view.versions:
                 own = merged.setdefault(_key(version), common_pb2.ModelVersion())
                 replicas = max(own.ready_replicas, version.ready_replicas if view.live else 0)
+                features = sorted({*own.features, *version.features})
                 own.CopyFrom(version)
                 own.ready_replicas = replicas
+                own.features[:] = features
         models: dict[str, list[common_pb2.ModelVersion]] = {}
         for key in sorted(merged, reverse=True):
             models.setdefault(key[0], []).append(merged[key])

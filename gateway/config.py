@@ -17,6 +17,9 @@ class LimitsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     in_flight: Positive = 4096  # requests
     slow_reader_ms: Positive = 30_000  # for how long a client may take nothing of its stream
     heartbeat_ms: Positive = 10_000  # of silence before a stream says that it lives
+    resume_window_ms: Positive = 60_000  # of a resumable request that names none
+    idempotency_ttl_s: Positive = 86_400  # for which a key stands for its request
+    owner_gone_ms: Positive = 15_000  # of a gateway's silence, after which what it owned is swept
     fruitless_attempts: Positive = 8  # in a row, without a new token
     worker_losses: Positive = 2  # while a request runs, before it is suspected to cause them
     moves_burst: Positive = 1024  # requests moved off lost workers at once

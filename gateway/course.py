@@ -61,8 +61,10 @@ class Again:
 class Course:
     """The attempts of one request. `begin` names the next; `after` says what follows its end."""
 
-    def __init__(self, limits: CourseLimits, budget: MoveBudget, rng: Rng) -> None:
+    def __init__(self, limits: CourseLimits, budget: MoveBudget, rng: Rng, epoch: int = 1) -> None:
         self.migrations = 0
+        self.refusers: set[str] = set()  # routers that had nowhere to put it, since it last ran
+        self._epoch = epoch
         self._limits = limits
         self._budget = budget
         self._rng = rng
@@ -89,7 +91,7 @@ class Course:
     def begin(self) -> Stamp:
         """The next (epoch, attempt)."""
         self._attempt += 1
-        return 1, self._attempt
+        return self._epoch, self._attempt
 
     @property
     def excluded(self) -> list[int]:
@@ -176,6 +178,7 @@ class Course:
             )
         self.migrations += bool(end.bound and self._tokens)
         self._refusals = 0
+        self.refusers.clear()
         return self._once_more(end.error or _worker_lost())
 
     def _once_more(self, error: TrunklineError) -> Again:

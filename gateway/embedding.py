@@ -77,7 +77,7 @@ class Embedding(Request):
 
     async def answer(self) -> inference_pb2.EmbedResponse:
         """Wait for the end. Raises the TrunklineError it ends with."""
-        await self.over.wait()
+        await self.ended.wait()
         if self.error is not None:
             if self.ran:
                 rpc.mark_work_done()
@@ -134,10 +134,10 @@ class Embedding(Request):
         """The whole result is here."""
         return self._result.complete
 
-    def queued(self, attempt: Attempt) -> None:
+    async def queued(self, attempt: Attempt) -> None:
         """An attempt begins, and the result with it."""
         self._result = Pieces(self._result.total)
-        super().queued(attempt)
+        await super().queued(attempt)
 
     def submission(self, stamp: Stamp) -> router_pb2.SubmitRequest:
         """All inputs."""
@@ -170,7 +170,7 @@ class Embedding(Request):
         return common_pb2.Usage(prompt_tokens=self._base.prefill_tokens)
 
     def _ended(self) -> None:
-        pass  # `answer` waits for `over` itself
+        pass  # `answer` waits for `ended` itself
 
     def _finish_word(self) -> str:
         return "stop"

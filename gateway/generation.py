@@ -1,84 +1,39 @@
-"""One generation, from its spec to the events a client sees.
+"""One generation, from its spec to its end.
 
-Owns the transcript and its delivery. The one rule: the consumer of `events` takes whatever has accumulated, at its own
-pace; what is not taken waits in the transcript, which is bounded by max_tokens, and a client that takes nothing for too
-long is cancelled.
+Owns the transcript. The one rule: an ordinary generation tells its one client from its transcript and is cancelled
+with it; a resumable one (it has a journal) puts every run into its journal, and clients read what came back from it.
 """
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+import contextvars
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from typing import Final
 
 from gateway import prompt, submission, validate
+from gateway.attempt import Attempt
 from gateway.auth import Principal
+from gateway.custody import MAX_PLAN_BYTES, Ending, OwnerMoved, Plan, record_fields
+from gateway.delivery import Delivery
+from gateway.journal import Journal
 from gateway.kit import Kit
 from gateway.pacer import Pacer
 from gateway.parts import Parts
 from gateway.request import Operation, Request
 from gateway.telemetry import Story
 from gateway.transcript import Fit, Form, Run, Stop, Transcript
-from shared import rpc
-from shared.errors import Reason
-from shared.wire import Stamp
+from gateway.view import Head
+from shared import call, records, rpc
+from shared.errors import Reason, TrunklineError, to_status
+from shared.state import StateAway
+from shared.tracing import inject
+from shared.wire import Stamp, body_hash
 from trunkline.common.v1 import common_pb2
 from trunkline.inference.v1 import inference_pb2
 from trunkline.router.v1 import router_pb2
 from trunkline.worker.v1 import worker_pb2
 
-_READERS_S: Final = 1.0
 _WORDS: Final = {common_pb2.FINISH_REASON_STOP: "stop", common_pb2.FINISH_REASON_LENGTH: "length"}
-
-
-class Generations:
-    """Where generations come from. All faces of the gateway start them here."""
-
-    def __init__(self, parts: Parts) -> None:
-        self._parts = parts
-        self._open: set[Generation] = set()
-        self.pacer = Pacer()
-
-    async def run(self) -> None:
-        """Watch for clients that take nothing, until cancelled."""
-        while True:
-            await asyncio.sleep(_READERS_S)
-            for generation in list(self._open):
-                generation.check_reader()
-
-    @asynccontextmanager
-    async def start(
-        self,
-        spec: inference_pb2.GenerationSpec,
-        principal: Principal,
-        *,
-        operation: Operation,
-        budget_ms: int | None,
-        trace_parent: tuple[str, str],
-    ) -> AsyncIterator[Generation]:
-        """A scope that admits on entry (raises TrunklineError) and cancels on exit what is not over.
-
-        The principal is authenticated and may use the model. `budget_ms`: the call's own deadline, None without one.
-        """
-        named = [ms for ms in (budget_ms, spec.deadline_ms) if ms]
-        generation = Generation(
-            self._parts,
-            principal,
-            spec,
-            self.pacer,
-            operation=operation,
-            budget_ms=min(named, default=None),
-            trace_parent=trace_parent,
-        )
-        async with generation.scope():
-            self._open.add(generation)
-            self.pacer.streams = len(self._open)
-            try:
-                yield generation
-            finally:
-                self._open.discard(generation)
-                self.pacer.streams = len(self._open)
 
 
 class Generation(Request):
@@ -96,20 +51,28 @@ class Generation(Request):
         operation: Operation,
         budget_ms: int | None,
         trace_parent: tuple[str, str],
+        raw_id: bytes | None = None,
     ) -> None:
         super().__init__(
-            parts, principal, spec.model, operation=operation, budget_ms=budget_ms, trace_parent=trace_parent
+            parts,
+            principal,
+            spec.model,
+            operation=operation,
+            budget_ms=budget_ms,
+            trace_parent=trace_parent,
+            raw_id=raw_id,
         )
         self.spec = spec
         self.client_id = spec.client_request_id
         self.on_stuck: Callable[[], object] = lambda: None  # called once if the client takes nothing for too long
-        self._pacer = pacer
+        self.delivery = Delivery(self, pacer, parts.clock, parts.manners)
+        self.delivery.on_slow = self._give_up_client
+        self.journal: Journal | None = None
+        self.opened: dict[int, int] = {}  # an ordinary one is told from its beginning
         self._transcript: Transcript | None = None
         self._base = router_pb2.SubmitRequest()
-        self._news = asyncio.Event()
-        self._news_at = 0.0
-        self._offered_at: float | None = None  # since when an event waits for the client
-        self._taken_at = 0.0
+        self._kit: Kit | None = None
+        self._preferred = 0  # the worker incarnation that had it
         self._first_at: float | None = None  # of the whole request, over all attempts
         self._last_at = 0.0
 
@@ -127,8 +90,13 @@ class Generation(Request):
             ids = await prompt.off_loop(prompt.size(spec), lambda: prompt.encode(kit, spec))
             work = self._work_of(kit, ids)
             self._base = await prompt.off_loop(4 * len(ids), lambda: self._submission_of(work))
-        self._transcript = Transcript(self._form(kit, work), kit.tokenizer, parts.clock)
+        self._read_with(kit)
         return len(ids) + len(work.choices) * work.max_tokens
+
+    def _read_with(self, kit: Kit) -> None:
+        self._kit = kit
+        form = form_of(self.raw_id, self.spec, self._base.submission.generate, kit)
+        self._transcript = Transcript(form, kit.tokenizer, self.parts.clock)
 
     def _work_of(self, kit: Kit, ids: list[int]) -> worker_pb2.GenerateWork:
         spec = self.spec
@@ -146,22 +114,115 @@ class Generation(Request):
         sender = self.sender(self.spec.priority, self.spec.session_id, self.spec.cache_salt)
         return submission.generation(sender, self.version, work)
 
-    def _form(self, kit: Kit, work: worker_pb2.GenerateWork) -> Form:
-        spec = self.spec
-        return Form(
-            choices=self._choices,
-            max_tokens=work.max_tokens,
-            min_tokens=spec.min_tokens,
-            stops=tuple(spec.stop),
-            include_stop=spec.include_stop,
-            prefix=kit.tokenizer.decode(work.prompt) if spec.echo else "",
-            token_ids=spec.return_token_ids,
-            logprobs=spec.sampling.HasField("logprobs"),
-        )
-
     @property
     def _choices(self) -> int:
         return self.spec.n if self.spec.HasField("n") else 1
+
+    # Resumable ones.
+
+    @property
+    def resumable(self) -> bool:
+        """It outlives its client and its gateway."""
+        return self.journal is not None
+
+    def keep(self, journal: Journal) -> None:
+        """It is resumable: its story is told at its end, whoever is there."""
+        self.journal, self._left = journal, True
+
+    def restore(self, plan: Plan, kit: Kit, runs: list[Run], preferred: int, epoch: int) -> None:
+        """Go on with what another gateway began, instead of being admitted."""
+        self.version = common_pb2.ModelVersion.FromString(plan.served)
+        self._base = router_pb2.SubmitRequest.FromString(plan.submit)
+        sub = self._base.submission
+        sub.gateway_id, sub.gateway_incarnation = self.parts.identity.id, self.parts.identity.incarnation
+        self.accepted_ms, self._preferred = plan.accepted_ms, preferred
+        self._read_with(kit)
+        for run in runs:
+            self.transcript.append(run)
+        self._stamp = (epoch, 0)
+        self.ran = bool(runs or preferred)
+        self._reservation = self.parts.admission.adopt(self.principal.tenant, self.id)
+        assert self.journal is not None, "only what is resumable is restored"
+        self.journal.open()
+        self._begin()
+
+    def _context(self) -> contextvars.Context | None:
+        """What outlives its call is not bound by that call's deadline."""
+        if self.journal is None:
+            return None
+        context = contextvars.Context()
+        context.run(call.begin, call.Call(clock=self.parts.clock, span=self.span))
+        return context
+
+    def plan(self) -> tuple[Stamp, Plan, int, Mapping[str, str | int]]:
+        """What it takes to go on with it elsewhere: (epoch, attempt) now, plan, ms left, fields of its record."""
+        plan = Plan(
+            self.operation,
+            self.principal.tenant,
+            self.principal.key_id,
+            self.spec.SerializeToString(),
+            self._base.SerializeToString(),
+            self.version.SerializeToString(),
+            inject(self.span),
+            self.accepted_ms,
+        )
+        size = len(plan.spec) + len(plan.submit)
+        if size > MAX_PLAN_BYTES:
+            raise TrunklineError(
+                Reason.TOO_LARGE, f"a resumable request may have at most {MAX_PLAN_BYTES} bytes, this one has {size}"
+            )
+        record = record_fields(self.record())
+        if self.spec.idempotency_key:
+            record["idem"] = self.spec.idempotency_key
+        return (self._stamp[0], max(1, self._stamp[1])), plan, round(self.remaining_s() * 1000), record
+
+    async def _claim(self) -> None:
+        if self.journal is not None:
+            if self.spec.idempotency_key and self.parts.custody.forgot(self.parts.admission.idem_ttl_s):
+                raise StateAway  # it may have run, and nobody knows
+            self._owned = True
+            await self.journal.claim()
+
+    def _claims(self) -> tuple[str, bytes] | None:
+        key = self.spec.idempotency_key
+        return (key, body_hash(self.spec)) if key else None
+
+    def _abandon(self) -> None:
+        """It was not admitted."""
+        super()._abandon()
+        if self.journal is not None and self._owned:
+            self.journal.abandon()
+            self.parts.custody.unclaim(self.id, self.principal.tenant)
+            self._release_key()
+
+    def _release_key(self) -> None:
+        if self.spec.idempotency_key:
+            self.parts.custody.release(self.principal.tenant, self.spec.idempotency_key, self.id)
+
+    def _write_record(self) -> None:
+        """The end of a resumable one is written with its outputs."""
+        if self.journal is None or not records.terminal(self.state) or self.journal.full:
+            super()._write_record()
+            return
+        self.parts.records.forget(self.id)
+        if not self.ran:
+            self._release_key()
+
+    async def queued(self, attempt: Attempt) -> None:
+        """An attempt begins; a resumable one's is raised in the store first."""
+        if self.journal is not None:
+            await self.journal.raise_attempt(attempt.stamp)
+        await super().queued(attempt)
+
+    async def renew(self) -> None:
+        """For another version, and so with another plan."""
+        await super().renew()
+        await self._claim()
+
+    def head(self) -> Head:
+        """What a view needs to know of it."""
+        assert self._kit is not None, "the request was not prepared"
+        return Head(self.started(), self.transcript.form, self._kit.tokenizer, self.operation)
 
     @property
     def transcript(self) -> Transcript:
@@ -195,6 +256,8 @@ class Generation(Request):
             del request.submission.generate.choices[:]
             request.submission.generate.choices.extend(self.transcript.progress())
             request.prefill_tokens += self.tokens
+        if self._preferred:
+            request.preferred.append(self._preferred)
         return request
 
     def append(self, run: Run) -> Fit:
@@ -202,6 +265,8 @@ class Generation(Request):
         fit = self.transcript.append(run)
         if fit is Fit.TAKEN:
             self._ring()
+            if self.journal is not None:
+                self.journal.put(run)
         return fit
 
     def piece(self, piece: worker_pb2.BulkPiece) -> Fit:
@@ -220,78 +285,34 @@ class Generation(Request):
         now = self._last_at = self.parts.clock.monotonic()
         if self._first_at is None:
             self._first_at = now
-        if not self._news.is_set():
-            self._news_at = now
-            self._news.set()
+        self.delivery.ring()
 
-    # Delivery.
+    # As a source of its own client's delivery.
 
-    async def events(self) -> AsyncGenerator[inference_pb2.GenerateResponse, None]:
-        """Started with the first token, the end or a heartbeat that is due; deltas and heartbeats; Finished. Or raises
-        the TrunklineError the request ends with."""
-        started = False
-        while True:
-            idle = not await self._wait()
-            over = self.over.is_set()
-            deltas = self.transcript.take()
-            if over and self.error is not None and not started and not self.tokens:
-                break
-            if not started:
-                started = True
-                yield self._offer(inference_pb2.GenerateResponse(started=self._started()))
-            for delta in deltas:
-                yield self._offer(inference_pb2.GenerateResponse(delta=delta))
-            if over:
-                break
-            if idle:
-                yield self._offer(inference_pb2.GenerateResponse(heartbeat=inference_pb2.Heartbeat()))
-            self._took()
-        self._took()
-        if self.error is not None:
-            if self.ran:
-                rpc.mark_work_done()
-            raise self.error
-        yield self._offer(inference_pb2.GenerateResponse(finished=self._finished()))
-        self._offered_at = None
+    def events(self) -> AsyncGenerator[inference_pb2.GenerateResponse, None]:
+        """See `Delivery.events`."""
+        return self.delivery.events()
 
-    async def _wait(self) -> bool:
-        """Wait for news or the end; False if a heartbeat is due instead."""
-        hold_s = self._taken_at + self._pacer.hold_s - self.parts.clock.monotonic()
-        if hold_s > 0 and not self.over.is_set():
-            await asyncio.sleep(hold_s)
-        try:
-            async with asyncio.timeout(self.parts.limits.heartbeat_s):
-                await self._news.wait()
-        except TimeoutError:
-            return False
-        self._news.clear()
-        now = self.parts.clock.monotonic()
-        if hold_s <= 0:
-            self._pacer.waited(now - self._news_at, now)
-        self._taken_at = now
-        return True
+    @property
+    def over(self) -> bool:
+        """It has ended."""
+        return self.ended.is_set()
 
-    def _offer(self, event: inference_pb2.GenerateResponse) -> inference_pb2.GenerateResponse:
-        """From here until the next `_took` or `_offer` the client is waited for."""
-        self._took()
-        self._offered_at = self.parts.clock.monotonic()
-        return event
+    @property
+    def failed_unbegun(self) -> bool:
+        """It ended with an error before there was a token."""
+        return self.error is not None and not self.tokens
 
-    def _took(self) -> None:
-        if self._offered_at is not None:
-            self.stages.client_wait_s += self.parts.clock.monotonic() - self._offered_at
-            self._offered_at = None
+    def take(self) -> Iterable[inference_pb2.Delta]:
+        """What is new in the transcript."""
+        return self.transcript.take()
 
-    def check_reader(self) -> None:
-        """Cancel it if the client has taken nothing for too long."""
-        if self._offered_at is None:
-            return
-        if self.parts.clock.monotonic() - self._offered_at > self.parts.limits.slow_reader_s:
-            self._offered_at = None
-            self.cancel(Reason.SLOW_READER)
-            self.on_stuck()
+    def _give_up_client(self) -> None:
+        self.cancel(Reason.SLOW_READER)
+        self.on_stuck()
 
-    def _started(self) -> inference_pb2.Started:
+    def started(self) -> inference_pb2.Started:
+        """The first event."""
         return inference_pb2.Started(
             request_id=self.id,
             model=self.model,
@@ -301,7 +322,12 @@ class Generation(Request):
             created_ms=self.accepted_ms,
         )
 
-    def _finished(self) -> inference_pb2.Finished:
+    def finished(self) -> inference_pb2.Finished:
+        """The last event. Raises the TrunklineError it ended with."""
+        if self.error is not None:
+            if self.ran:
+                rpc.mark_work_done()
+            raise self.error
         self.told_receipt = self.receipt()
         return inference_pb2.Finished(usage=self.usage, receipt=self.told_receipt)
 
@@ -311,11 +337,20 @@ class Generation(Request):
         """Where the time went, until now."""
         if self._transcript is not None:
             self.stages.text_s = self._transcript.text_s
+        self.stages.client_wait_s = self.delivery.client_wait_s
         return super().receipt()
 
     def _ended(self) -> None:
-        self._news_at = self.parts.clock.monotonic()
-        self._news.set()
+        if self.journal is not None and isinstance(self.error, OwnerMoved):
+            self.journal.abandon()
+        elif self.journal is not None:
+            self.journal.end(self._ending(), records.fields(self.record()))
+        self.delivery.ring()
+
+    def _ending(self) -> Ending:
+        if self.error is not None:
+            return Ending(status=to_status(self.error).SerializeToString())
+        return Ending(finished=self.finished().SerializeToString())
 
     @property
     def usage(self) -> common_pb2.Usage:
@@ -359,3 +394,18 @@ class Generation(Request):
         if self._choices != 1:
             found["gen_ai.request.choice.count"] = self._choices
         return found
+
+
+def form_of(request_id: bytes, spec: inference_pb2.GenerationSpec, work: worker_pb2.GenerateWork, kit: Kit) -> Form:
+    """The form of a generation's transcript, from what was asked and what was made of it."""
+    return Form(
+        choices=len(work.choices),
+        max_tokens=work.max_tokens,
+        request_id=request_id,
+        min_tokens=spec.min_tokens,
+        stops=tuple(spec.stop),
+        include_stop=spec.include_stop,
+        prefix=kit.tokenizer.decode(work.prompt) if spec.echo else "",
+        token_ids=spec.return_token_ids,
+        logprobs=spec.sampling.HasField("logprobs"),
+    )

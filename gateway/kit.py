@@ -35,6 +35,7 @@ GENERATION: Final = "generation_config.json"
 MAX_ASSET_BYTES: Final = 128 << 20
 MAX_KITS: Final = 8
 FETCH_S: Final = 30.0
+FETCH_PAUSES_S: Final = (0.0, 0.2, 1.0)  # before each round: a connection that broke is no missing file
 
 
 @dataclass(frozen=True)
@@ -91,16 +92,22 @@ class Kits:
             raise TrunklineError(Reason.INTERNAL, "the model's tokenizer or template cannot be used") from exc
 
     async def _fetch(self, sha256: str) -> bytes:
-        for address in self._routers.usable():
-            try:
-                async with asyncio.timeout(FETCH_S):
-                    data = await self._read(address, sha256)
-            except (PeerLost, TrunklineError, TimeoutError) as exc:
-                _log.warning("a router does not give a model's file: %s", exc)
-                continue
-            if data is not None:
-                return data
+        for pause_s in FETCH_PAUSES_S:
+            await asyncio.sleep(pause_s)
+            for address in self._routers.usable():
+                data = await self._fetch_from(address, sha256)
+                if data is not None:
+                    return data
         raise TrunklineError(Reason.NO_REPLICA, "the model's files cannot be had now", retry_after_s=1.0)
+
+    async def _fetch_from(self, address: str, sha256: str) -> bytes | None:
+        """The file; None if this router does not give it."""
+        try:
+            async with asyncio.timeout(FETCH_S):
+                return await self._read(address, sha256)
+        except (PeerLost, TrunklineError, TimeoutError) as exc:
+            _log.warning("a router does not give a model's file: %s", exc)
+            return None
 
     async def _read(self, address: str, sha256: str) -> bytes | None:
         """The file from one router; None if it is not what its name says."""

@@ -6,6 +6,9 @@ owned here, or by the gateway that its record names, or over.
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from typing import Any, Final
 
 import grpc
@@ -20,6 +23,7 @@ from shared.records import Records, terminal
 from trunkline.common.v1 import common_pb2
 from trunkline.gateway.v1 import gateway_pb2, gateway_pb2_grpc
 
+SEAT_S: Final = 2.0  # how long a request that was taken over waits for its worker before it is cancelled
 CONFIRM_S: Final = 5.0  # how long a cancel waits for the engine
 
 
@@ -27,13 +31,21 @@ class Lookup:
     """See the module. Also what this gateway answers to others (`GatewayService`)."""
 
     def __init__(
-        self, table: Table, records: Records, gateways: Peers, transport: Transport, identity: Identity
+        self,
+        table: Table,
+        records: Records,
+        gateways: Peers,
+        transport: Transport,
+        identity: Identity,
+        take_over: Callable[[str, str], Awaitable[Request | None]],
     ) -> None:
+        """`take_over` (tenant, id): own a resumable request whose owner is gone; None if it cannot be."""
         self._table = table
         self._records = records
         self._gateways = gateways
         self._transport = transport
         self._identity = identity
+        self._take_over = take_over
 
     async def resolve(self, tenant: str, client_id: str) -> str:
         """The request id behind a client's own id. Raises REQUEST_UNKNOWN, STATE_AWAY."""
@@ -65,14 +77,27 @@ class Lookup:
         if terminal(record.state):
             return gateway_pb2.CancelResponse(confirmed=True, state=record.state)
         owner = self._owner(record)
-        if owner is None:
+        if owner is not None:
+            try:
+                return await self._transport.cancel(
+                    owner, gateway_pb2.CancelRequest(request_id=request_id, tenant=tenant)
+                )  # fmt: skip
+            except (PeerLost, TrunklineError):
+                owner = None  # gone, or it is not its own any more
+        return await self._cancel_left(tenant, request_id)
+
+    async def _cancel_left(self, tenant: str, request_id: str) -> gateway_pb2.CancelResponse:
+        """Cancel what a lost gateway has left: own it first, so that its worker hears of it."""
+        request = await self._take_over(tenant, request_id)
+        if request is None:
+            record = await self._stored(tenant, request_id)
+            if terminal(record.state):
+                return gateway_pb2.CancelResponse(confirmed=True, state=record.state)
             raise _owner_lost()
-        try:
-            return await self._transport.cancel(
-                owner, gateway_pb2.CancelRequest(request_id=request_id, tenant=tenant)
-            )  # fmt: skip
-        except PeerLost as exc:
-            raise _owner_lost() from exc
+        with suppress(TimeoutError):  # then no worker has it, or it is freed for want of a stream
+            async with asyncio.timeout(SEAT_S):
+                await request.seated.wait()
+        return await self.cancel_own(tenant, request_id)
 
     def get_own(self, tenant: str, request_id: str) -> common_pb2.RequestRecord:
         """The record of a request owned here. Raises OWNER_MOVED, REQUEST_UNKNOWN."""

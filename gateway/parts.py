@@ -8,6 +8,8 @@ from opentelemetry import trace
 
 from gateway.admission import Admission
 from gateway.catalog import Catalog
+from gateway.custody import Custody
+from gateway.delivery import Manners
 from gateway.table import Table
 from gateway.telemetry import Telemetry
 from gateway.upstream import Upstream
@@ -24,8 +26,6 @@ class RequestLimits:
     default_deadline_ms: int = 600_000
     max_deadline_ms: int = 3_600_000
     max_in_flight: int = 4096
-    heartbeat_s: float = 10.0
-    slow_reader_s: float = 30.0
 
 
 @dataclass(frozen=True)
@@ -44,3 +44,5 @@ class Parts:
     tracer: trace.Tracer
     telemetry: Telemetry
     limits: RequestLimits
+    manners: Manners
+    custody: Custody

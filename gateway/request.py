@@ -7,6 +7,7 @@ happens inside it, the worker is cancelled, the reservation settled and the term
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
@@ -16,9 +17,10 @@ from typing import Final, Literal, Self
 from opentelemetry import trace
 
 from gateway import receipt
-from gateway.admission import Reservation
+from gateway.admission import KeyTaken, Reservation
 from gateway.attempt import Attempt, Work
 from gateway.auth import Principal
+from gateway.custody import OwnerMoved
 from gateway.ledger import Headroom
 from gateway.parts import Parts
 from gateway.receipt import Stages
@@ -52,9 +54,11 @@ class Request(ABC):
         operation: Operation,
         budget_ms: int | None,
         trace_parent: tuple[str, str],
+        raw_id: bytes | None = None,
     ) -> None:
-        """`budget_ms`: the tightest the caller named, None if none; the server's own limits hold besides."""
-        self.raw_id = new_request_id(parts.rng)  # 16 bytes
+        """`budget_ms`: the tightest the caller named, None if none; the server's own limits hold besides. `raw_id`: of
+        a request that another gateway began."""
+        self.raw_id = raw_id or new_request_id(parts.rng)  # 16 bytes
         self.principal = principal
         self.operation = operation
         self.model = model
@@ -62,10 +66,11 @@ class Request(ABC):
         self.version = common_pb2.ModelVersion()
         self.state: common_pb2.RequestState = common_pb2.REQUEST_STATE_QUEUED
         self.error: TrunklineError | None = None
-        self.over = asyncio.Event()
+        self.ended = asyncio.Event()
         self.stages = Stages(parts.clock.monotonic())
         self.span = _root_span(parts.tracer, f"{operation} {model[:128]}", trace_parent)
         self.ran = False  # a worker had it
+        self.seated = asyncio.Event()  # the same
         self.parts = parts
         self._stamp: Stamp = (1, 0)
         self.accepted_ms = parts.clock.wall_ms()
@@ -78,6 +83,7 @@ class Request(ABC):
         self._attempt: Attempt | None = None
         self._cancel_reason: Reason | None = None
         self._left = False
+        self._owned = False  # the store may say that it is owned here
         self.told_receipt: common_pb2.Receipt | None = None  # as the caller got it
 
     # What a subclass says.
@@ -137,7 +143,7 @@ class Request(ABC):
     @asynccontextmanager
     async def scope(self) -> AsyncIterator[Self]:
         """Admit on entry (raises TrunklineError, and then nothing was taken); on exit cancel what is not over."""
-        await self._admit()
+        await self.admit()
         try:
             yield self
         finally:
@@ -147,7 +153,7 @@ class Request(ABC):
 
     def cancel(self, reason: Reason) -> None:
         """End it now. Without effect once it is over."""
-        if not self.over.is_set() and self._task is not None:
+        if not self.ended.is_set() and self._task is not None:
             self._cancel_reason = self._cancel_reason or reason
             self._task.cancel()
 
@@ -155,7 +161,7 @@ class Request(ABC):
         """Wait until no engine holds anything for it; False if that is not known in time."""
         try:
             async with asyncio.timeout(within_s):
-                await self.over.wait()
+                await self.ended.wait()
                 if self._attempt is not None:
                     await self._attempt.freed.wait()
         except TimeoutError:
@@ -183,11 +189,16 @@ class Request(ABC):
 
     # What its attempts tell it.
 
+    @property
+    def epoch(self) -> int:
+        """Its owner's epoch."""
+        return self._stamp[0]
+
     def remaining_s(self) -> float:
         """Seconds left; not below 0."""
         return max(0.0, self._deadline - self.parts.clock.monotonic())
 
-    def queued(self, attempt: Attempt) -> None:
+    async def queued(self, attempt: Attempt) -> None:
         """An attempt begins."""
         self._attempt, self._stamp = attempt, attempt.stamp
         self._move(common_pb2.REQUEST_STATE_QUEUED)
@@ -195,6 +206,7 @@ class Request(ABC):
     def bound(self, attempt: Attempt) -> None:
         """A worker has it."""
         self.ran = True
+        self.seated.set()
         self._move(common_pb2.REQUEST_STATE_RUNNING)
 
     async def renew(self) -> None:
@@ -203,12 +215,14 @@ class Request(ABC):
 
     # Its life.
 
-    async def _admit(self) -> None:
+    async def admit(self) -> None:
+        """Resolve, check, reserve, and run. Raises TrunklineError, KeyTaken; then nothing was taken."""
         try:
             async with asyncio.timeout(self.remaining_s()):
                 self._check_door()
                 most = await self._prepare()
                 with self.stage("admit"):
+                    await self._claim()
                     self._reservation = await self._reserve(most)
         except TimeoutError:
             expired = self._expired()
@@ -217,14 +231,38 @@ class Request(ABC):
         except asyncio.CancelledError:
             self._refuse(self._cancelled(Reason.CLIENT_GONE))
             raise
+        except KeyTaken:
+            self._abandon()
+            self.span.end()
+            raise
         except Exception as exc:
             self._refuse(exc if isinstance(exc, TrunklineError) else _internal())
             raise
-        self.parts.table.add(self)
         if self.client_id:
             self.parts.records.write_alias(self.principal.tenant, self.client_id, self.id)
-        self._task = asyncio.get_running_loop().create_task(self._own())
+        self._begin()
+
+    def _begin(self) -> None:
+        """It is owned here, and runs."""
+        self.parts.table.add(self)
+        self._task = asyncio.get_running_loop().create_task(self._own(), context=self._context())
         self._task.add_done_callback(self._done)
+
+    def _context(self) -> contextvars.Context | None:
+        """Where it runs; None: in that of the call."""
+        return None
+
+    async def _claim(self) -> None:  # noqa: B027 - most have nothing to claim
+        """What goes before the reservation."""
+
+    def _claims(self) -> tuple[str, bytes] | None:
+        """The idempotency key and what it stands for."""
+        return None
+
+    def _abandon(self) -> None:
+        """It was not admitted: leave nothing behind."""
+        if self._owned:
+            self.parts.custody.disown(self.id, self.principal.tenant)
 
     def _check_door(self) -> None:
         if self.parts.lifecycle.draining:
@@ -237,14 +275,21 @@ class Request(ABC):
     async def _reserve(self, most: int) -> Reservation:
         """Reserve. A caller that leaves meanwhile gives back what is taken after it has left."""
         ttl_s = self.remaining_s() + 1.0
+        self._owned = True
+        owned = self.parts.custody.owned(self.id, self.principal.tenant)
         reserving = asyncio.get_running_loop().create_task(
-            self.parts.admission.reserve(self.principal, self.model, self.id, most, ttl_s)
+            self.parts.admission.reserve(self.principal, self.model, self.id, most, ttl_s, owned, self._claims())
         )
         try:
             return await asyncio.shield(reserving)
         except asyncio.CancelledError:
-            reserving.add_done_callback(_give_back)
+            reserving.add_done_callback(self._give_back)
             raise
+
+    def _give_back(self, reserving: asyncio.Task[Reservation]) -> None:
+        if not reserving.cancelled() and reserving.exception() is None:
+            reserving.result().settle(0)
+        self._abandon()
 
     async def _own(self) -> None:
         """Run its attempts to the one outcome."""
@@ -265,38 +310,56 @@ class Request(ABC):
 
     def _done(self, task: asyncio.Task[None]) -> None:
         """A task cancelled before its first step never came to its end."""
-        if not self.over.is_set():
+        if not self.ended.is_set():
             self._end(self._cancelled(self._cancel_reason))
 
     def _end(self, error: TrunklineError | None) -> None:
         self.error = error
         self._ended_ms = self.parts.clock.wall_ms()
-        if self._reservation is not None:
-            usage = self.usage
-            self._reservation.settle(usage.prompt_tokens + usage.completion_tokens if self.ran else 0)
-        self._move(_state_after(error))
-        self.parts.table.end(self)
-        self.over.set()
+        self.state = _state_after(error)
+        moved = isinstance(error, OwnerMoved)
+        if moved:
+            self.parts.custody.leave(self.id)
+        else:
+            self._settle()
+            self.parts.custody.disown(self.id, self.principal.tenant)
+        self.parts.table.end(self, known=not moved)
+        self.ended.set()
         self._ended()
         self._tell_if_over()
 
+    def _settle(self) -> None:
+        """Give back and write down: it ended here, and not at another gateway."""
+        if self._reservation is not None:
+            usage = self.usage
+            self._reservation.settle(usage.prompt_tokens + usage.completion_tokens if self.ran else 0)
+        self._write_record()
+
     def _tell_if_over(self) -> None:
         """The story is told once: when it is over and the caller has left."""
-        if self._left and self.over.is_set():
+        if self._left and self.ended.is_set():
             self.parts.telemetry.told(self.span, self._story())
 
     def _refuse(self, error: TrunklineError) -> None:
         """It ends before it began."""
         self.error, self._left = error, True
         self.state = _state_after(error)
+        self._abandon()
         self.parts.telemetry.refused(self.span, self._story())
 
     def _move(self, state: common_pb2.RequestState) -> None:
         self.state = state
-        self.parts.records.write(self.record(), incarnation=incarnation_text(self.parts.identity.incarnation))
+        self._write_record()
+
+    def _write_record(self) -> None:
+        seat = self._attempt.seat if self._attempt is not None else None
+        incarnation = incarnation_text(self.parts.identity.incarnation)
+        self.parts.records.write(self.record(), incarnation=incarnation, worker=seat.incarnation if seat else 0)
 
     def _cancelled(self, reason: Reason | None) -> TrunklineError:
         """Why it was cancelled. A client's deadline and ours pass together: then it expired."""
+        if reason is Reason.OWNER_MOVED:
+            return OwnerMoved()
         if reason is Reason.CLIENT_GONE and self.remaining_s() <= _EXPIRED_WITHIN_S:
             return self._expired()
         return TrunklineError(reason or Reason.DRAINING, _CANCELLED[reason or Reason.DRAINING])
@@ -395,8 +458,3 @@ def _root_span(tracer: trace.Tracer, name: str, trace_parent: tuple[str, str]) -
 
 def _internal() -> TrunklineError:
     return TrunklineError(Reason.INTERNAL, "internal error")
-
-
-def _give_back(reserving: asyncio.Task[Reservation]) -> None:
-    if not reserving.cancelled() and reserving.exception() is None:
-        reserving.result().settle(0)

@@ -6,7 +6,7 @@ out.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Final
 
@@ -67,9 +67,10 @@ class Routers:
         good = [address for address in fresh if self._marks[address].heard and not self._marks[address].draining]
         return good or fresh or known
 
-    def next(self) -> str | None:
-        """Whose turn it is; None if there is none."""
+    def next(self, avoid: Collection[str] = ()) -> str | None:
+        """Whose turn it is, better one not to `avoid`; None if there is none."""
         usable = self.usable()
+        usable = [address for address in usable if address not in avoid] or usable
         if not usable:
             return None
         self._turn += 1

@@ -9,7 +9,7 @@ import asyncio
 import base64
 import binascii
 import re
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractAsyncContextManager, aclosing, contextmanager
 from typing import Any, Final
 
@@ -20,9 +20,11 @@ from gateway import prompt
 from gateway.auth import Authenticator, Principal, Scope
 from gateway.catalog import Catalog
 from gateway.embedding import Embeddings
-from gateway.generation import Generation, Generations
+from gateway.generation import Generation
+from gateway.generations import Generations
 from gateway.lookup import Lookup, unknown
 from gateway.request import Operation
+from gateway.view import View
 from shared import channels, rpc
 from shared.errors import Reason, TrunklineError, Violation
 from trunkline.inference.v1 import inference_pb2 as pb
@@ -133,13 +135,20 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
             raise TrunklineError(Reason.MODEL_UNKNOWN, f"the model {request.name[:128]!r} is not known")
         return pb.GetModelResponse(model=self._model(request.name))
 
-    async def Resume(self, request: pb.ResumeRequest, context: Context) -> AsyncIterator[pb.ResumeResponse]:
-        """Goes on with a resumable generation; there are none yet."""
-        self._principal(context, "generate")
-        raise TrunklineError(Reason.FEATURE_OFF, "resumable generations are not served")
-        yield  # an async generator, as the call streams
+    async def Resume(  # type: ignore[override]  # as Generate
+        self, request: pb.ResumeRequest, context: Context
+    ) -> None:
+        """Goes on with a resumable generation."""
+        tenant = self._principal(context, "generate").tenant
+        if not _REQUEST_ID.fullmatch(request.request_id):
+            raise unknown()
+        async with self._generations.resume(tenant, request.request_id, request.cursor) as view:
+            with _broken_off_when_stuck(view):
+                async with aclosing(view.events()) as events:
+                    async for event in events:
+                        await context.write(_resumed(event))
 
-    def _start(self, spec: pb.GenerationSpec, context: Context) -> AbstractAsyncContextManager[Generation]:
+    def _start(self, spec: pb.GenerationSpec, context: Context) -> AbstractAsyncContextManager[Generation | View]:
         principal = self._principal(context, "generate", spec.model)
         operation: Operation = "chat" if spec.WhichOneof("input") == "chat" else "text_completion"
         return self._generations.start(
@@ -169,7 +178,19 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         return pb.Model(name=name, versions=self._catalog.versions(name))
 
 
-async def _whole(generation: Generation) -> pb.CompleteResponse:
+def _resumed(event: pb.GenerateResponse) -> pb.ResumeResponse:
+    match event.WhichOneof("event"):
+        case "started":
+            return pb.ResumeResponse(started=event.started)
+        case "delta":
+            return pb.ResumeResponse(delta=event.delta)
+        case "finished":
+            return pb.ResumeResponse(finished=event.finished)
+        case _:
+            return pb.ResumeResponse(heartbeat=event.heartbeat)
+
+
+async def _whole(generation: Generation | View) -> pb.CompleteResponse:
     """The concatenated stream."""
     answer = pb.CompleteResponse()
     texts: dict[int, list[str]] = {}
@@ -195,7 +216,7 @@ async def _whole(generation: Generation) -> pb.CompleteResponse:
 
 
 @contextmanager
-def _broken_off_when_stuck(generation: Generation) -> Iterator[None]:
+def _broken_off_when_stuck(generation: Generation | View) -> Iterator[None]:
     """Ends this call when its client takes nothing. The status waits behind what the client has not taken: it is sent
     on its way, and nobody stays to see it arrive."""
     task, loop = asyncio.current_task(), asyncio.get_running_loop()

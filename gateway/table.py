@@ -43,13 +43,14 @@ class Table:
             self._aliases[request.principal.tenant, request.client_id] = request.id
         self._idle.clear()
 
-    def end(self, request: Request) -> None:
-        """A request is over."""
+    def end(self, request: Request, known: bool = True) -> None:
+        """A request is over here. `known`: so is the request; else another gateway has its record."""
         del self._live[request.id]
         alias = (request.principal.tenant, request.client_id)
         if self._aliases.get(alias) == request.id:
             del self._aliases[alias]
-        self._ended[request.id] = request.record()
+        if known:
+            self._ended[request.id] = request.record()
         if len(self._ended) > MAX_ENDED:
             self._ended.popitem(last=False)
         if not self._live:

@@ -6,7 +6,6 @@ an execution says twice is compared and skipped, and what does not join on is re
 
 from __future__ import annotations
 
-import base64
 import hashlib
 import struct
 from collections.abc import Iterator, Sequence
@@ -14,6 +13,8 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Final, NamedTuple
 
+from gateway import cursor
+from gateway.cursor import Place
 from gateway.tokens import Detokenizer, StopMatcher, Tokenizer
 from shared.clock import Clock
 from trunkline.common.v1 import common_pb2
@@ -24,8 +25,7 @@ GOES_ON: Final = common_pb2.FINISH_REASON_UNSPECIFIED
 STOP: Final = common_pb2.FINISH_REASON_STOP
 LENGTH: Final = common_pb2.FINISH_REASON_LENGTH
 
-_CURSOR_VERSION: Final = b"\x01"
-_PLACE: Final = struct.Struct("<II8s")  # tokens delivered, characters delivered, digest of the ids so far
+_DIGEST_BYTES: Final = 8  # of the sha256 of the ids so far, in a cursor
 
 
 class Fit(Enum):
@@ -43,6 +43,7 @@ class Form:
 
     choices: int
     max_tokens: int
+    request_id: bytes = bytes(16)
     min_tokens: int = 0
     stops: tuple[str, ...] = ()
     include_stop: bool = False
@@ -128,8 +129,30 @@ class Transcript:
 
     def cursor(self) -> str:
         """The opaque place up to which deltas were taken, over all choices."""
-        places = b"".join(choice.place for choice in self._choices)
-        return base64.urlsafe_b64encode(_CURSOR_VERSION + places).rstrip(b"=").decode()
+        return cursor.encode(self.form.request_id, [choice.place for choice in self._choices])
+
+    def places(self) -> list[Place]:
+        """The same, per choice."""
+        return [choice.place for choice in self._choices]
+
+    def skip(self, places: Sequence[Place], runs: Sequence[Run]) -> int | None:
+        """Take `runs` of an empty transcript as they were told up to `places`; deltas then go on from there.
+
+        None if that is where the runs lead; else the choice whose place they do not lead to.
+        """
+        if len(places) != len(self._choices):
+            return 0
+        for run in runs:
+            self.append(_until(run, places[run.choice]))
+        for choice, place in zip(self._choices, places, strict=True):
+            if not place.at_start:
+                self._advance(choice)
+                choice.take(self._tokenizer)
+            if choice.place != place:
+                return choice.index
+        for run in runs:
+            self.append(run)
+        return None
 
     def next_indices(self) -> list[worker_pb2.NextIndex]:
         """Where each choice goes on, for Hello."""
@@ -172,8 +195,8 @@ class _Choice:
         self._taken = 0  # ids
         self._taken_chars = 0
         self._told_finish = False
-        self._digest = hashlib.blake2b(digest_size=8)
-        self.place = _PLACE.pack(0, 0, self._digest.digest())
+        self._digest = hashlib.sha256()
+        self.place = self._where()
 
     def append(self, run: Run) -> Fit:
         known = len(self.ids) - run.start
@@ -266,7 +289,19 @@ class _Choice:
         self._taken_chars += len(self._text)
         self._text = ""
         self._digest.update(struct.pack(f"<{len(ids)}I", *ids))
-        self.place = _PLACE.pack(self._taken, self._taken_chars, self._digest.digest())
+        self.place = self._where()
+
+    def _where(self) -> Place:
+        digest = self._digest.digest()[:_DIGEST_BYTES]
+        return Place(self._taken, self._taken_chars, self._told_finish, digest)
+
+
+def _until(run: Run, place: Place) -> Run:
+    """The part of a run before `place`; the end that it brings only if that was told."""
+    if place.ended:
+        return run
+    count = max(0, place.tokens - run.start)
+    return Run(run.choice, min(run.start, place.tokens), run.ids[:count], logprobs=run.logprobs[:count])
 
 
 def public_logprob(tokenizer: Tokenizer, token: int, entry: common_pb2.TokenLogprob) -> inference_pb2.TokenLogprob:

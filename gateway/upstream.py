@@ -46,6 +46,11 @@ class Errand(Protocol):
         """Tokens (or bytes) that came so far: the measure of progress."""
         ...
 
+    @property
+    def epoch(self) -> int:
+        """How often another gateway has taken it over, plus one."""
+        ...
+
     def remaining_s(self) -> float:
         """Seconds left."""
         ...
@@ -54,8 +59,8 @@ class Errand(Protocol):
         """What to submit now, emitted tokens included; budget, exclusions and trace are filled in here."""
         ...
 
-    def queued(self, attempt: Attempt) -> None:
-        """A new attempt begins."""
+    async def queued(self, attempt: Attempt) -> None:
+        """A new attempt begins; nothing of it is submitted before this returns."""
         ...
 
     def bound(self, attempt: Attempt) -> None:
@@ -96,7 +101,7 @@ class Upstream:
 
     async def execute(self, errand: Errand) -> None:
         """Return when the work is complete; raises the TrunklineError it ends with. Cancelled, cancels the worker."""
-        course = Course(self._limits, self._budget, self._rng)
+        course = Course(self._limits, self._budget, self._rng, errand.epoch)
         while not errand.work.complete:
             end = await self._attempt(errand, course)
             if end.kind is Kind.DONE:
@@ -113,13 +118,13 @@ class Upstream:
         span = self._tracer.start_span(f"attempt {stamp[1]}", context=trace.set_span_in_context(errand.span))
         stages = errand.stages.attempt_began(self._clock.monotonic())
         attempt = Attempt(errand.raw_id, stamp, errand.lane, errand.work, stages, span, errand.bound)
-        errand.queued(attempt)
-        request = errand.submission(stamp)
-        request.excluded.extend(course.excluded)
-        request.submission.traceparent, request.submission.tracestate = inject(span)
         try:
+            await errand.queued(attempt)
+            request = errand.submission(stamp)
+            request.excluded.extend(course.excluded)
+            request.submission.traceparent, request.submission.tracestate = inject(span)
             with trace.use_span(span, record_exception=False, set_status_on_exception=False):
-                end = await self._run(errand, attempt, request)
+                end = await self._run(errand, course, attempt, request)
             _describe(span, end)
             return end
         except asyncio.CancelledError:
@@ -128,9 +133,9 @@ class Upstream:
         finally:
             span.end()
 
-    async def _run(self, errand: Errand, attempt: Attempt, request: router_pb2.SubmitRequest) -> End:
+    async def _run(self, errand: Errand, course: Course, attempt: Attempt, request: router_pb2.SubmitRequest) -> End:
         self._links.enter(attempt)
-        submit = asyncio.create_task(self._submit(errand, attempt, request))
+        submit = asyncio.create_task(self._submit(errand, course, attempt, request))
         try:
             await asyncio.wait((submit, attempt.ended), return_when=asyncio.FIRST_COMPLETED)
             if submit.done():
@@ -140,8 +145,10 @@ class Upstream:
             submit.cancel()
             self._links.leave(attempt)
 
-    async def _submit(self, errand: Errand, attempt: Attempt, request: router_pb2.SubmitRequest) -> None:
-        address = self._routers.next()
+    async def _submit(
+        self, errand: Errand, course: Course, attempt: Attempt, request: router_pb2.SubmitRequest
+    ) -> None:
+        address = self._routers.next(course.refusers)
         if address is None:
             attempt.end(Kind.UNREACHED, message="no router is known")
             return
@@ -154,6 +161,7 @@ class Upstream:
             self._routers.failed(address)
             self._refused(attempt, Kind.UNREACHED, message=str(lost))
         except TrunklineError as error:
+            course.refusers.add(address)
             self._refused(attempt, Kind.REFUSED, error=error)
         else:
             attempt.stages.router_queue_ms = response.queue_ms

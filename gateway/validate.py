@@ -43,7 +43,7 @@ _TEXT_LIMITS: Final = (
     ("cache_salt", 64),
     ("idempotency_key", 128),
 )
-_RESUMABLE: Final = ("resume_window_ms", "idempotency_key")
+MAX_RESUME_WINDOW_MS: Final = 3_600_000
 
 # What an unset field becomes where the model's generation defaults do not say otherwise.
 _NEUTRAL: Final[Mapping[str, float]] = {
@@ -67,9 +67,11 @@ def validate(spec: inference_pb2.GenerationSpec, version: common_pb2.ModelVersio
         raise _feature_off("spec.model", f"the model {spec.model} does not generate text")
     if spec.sampling.HasField("logprobs") and "logprobs" not in version.features:
         raise _feature_off("spec.sampling.logprobs", f"the model {spec.model} does not report log-probabilities")
-    for field in _RESUMABLE:
-        if getattr(spec, field):
-            raise _feature_off(f"spec.{field}", "resumable generations are not served")
+
+
+def resumable(spec: inference_pb2.GenerationSpec) -> bool:
+    """Whether it is to outlive its client and its gateway."""
+    return bool(spec.resume_window_ms or spec.idempotency_key)
 
 
 def check_length(prompt_tokens: int, spec: inference_pb2.GenerationSpec, version: common_pb2.ModelVersion) -> int:
@@ -214,6 +216,10 @@ def _texts(spec: inference_pb2.GenerationSpec) -> Iterator[Violation]:
         value: str = getattr(spec, field)
         if len(value.encode()) > limit:
             yield Violation(field, f"must have at most {limit} bytes, has {len(value.encode())}")
+    if spec.resume_window_ms > MAX_RESUME_WINDOW_MS:
+        yield Violation("resume_window_ms", f"must be at most {MAX_RESUME_WINDOW_MS}, is {spec.resume_window_ms}")
+    if not spec.idempotency_key.isprintable():
+        yield Violation("idempotency_key", "must be printable")
     if not spec.client_request_id.isprintable():
         yield Violation("client_request_id", "must be printable")
 

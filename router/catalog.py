@@ -83,7 +83,8 @@ class Catalog:
 
 
 def merge(fleet: Fleet) -> list[common_pb2.ModelVersion]:
-    """One entry per (model, version, artefact, tokenizer), `ready_replicas` counted, ordered by name."""
+    """One entry per (model, version, artefact, tokenizer), ordered by name: `ready_replicas` counted, `features` those of
+    any worker (an older one answers Mismatch, and another is asked)."""
     merged: dict[tuple[str, str, str, str], common_pb2.ModelVersion] = {}
     for worker in fleet.distinct():
         for version in worker.versions.values():
@@ -93,4 +94,5 @@ def merge(fleet: Fleet) -> list[common_pb2.ModelVersion]:
                 merged[key].CopyFrom(version)
                 merged[key].ready_replicas = 0
             merged[key].ready_replicas += worker.state in READY
+            merged[key].features[:] = sorted({*merged[key].features, *version.features})
     return [merged[key] for key in sorted(merged)]

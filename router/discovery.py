@@ -80,8 +80,8 @@ class Discovery:
         now = self._clock.monotonic()
         named = {peer.address for peer in self._peers.snapshot().values()}
         living = {worker.address for worker in self._fleet.workers() if worker.state in SERVING}
-        self._needed_at.update(dict.fromkeys(named | living, now))
-        for address in named - self._streams.keys():
+        self._needed_at.update(dict.fromkeys(sorted(named | living), now))
+        for address in sorted(named - self._streams.keys()):
             self._tried[address] = asyncio.Event()
             self._streams[address] = self._tasks.create_task(self._follow(self._fleet.add(address)))
         for address in [a for a, at in self._needed_at.items() if now - at > self._config.forget_s]:

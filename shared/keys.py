@@ -26,8 +26,13 @@ def out(id_hex: str) -> str:
 
 
 def own(incarnation: str) -> str:
-    """Set: ids that a gateway's incarnation (16 hexadecimal digits) owns."""
+    """Set: what a gateway's incarnation (16 hexadecimal digits) owns, as `id:tenant`."""
     return f"tl:own:{{{incarnation}}}"
+
+
+def owners() -> str:
+    """Sorted set: incarnations of gateways that may own requests, by when they were last heard (ms, store's clock)."""
+    return "tl:owners"
 
 
 def alias(tenant: str, client_id: str) -> str:

@@ -10,6 +10,7 @@ import importlib.resources
 from typing import Any, Final
 
 from shared import keys
+from shared.ids import incarnation_text
 from shared.state import Script, Store
 from trunkline.common.v1 import common_pb2
 
@@ -48,18 +49,19 @@ class Records:
         self._aliases: dict[str, str] = {}  # key by request id, of live requests
         store.on_birth_change(self._write_live)
 
-    def write(self, record: common_pb2.RequestRecord, *, incarnation: str) -> None:
-        """Write the record soon, unless a later one is there. `incarnation`: the owner's, 16 hexadecimal digits."""
+    def write(self, record: common_pb2.RequestRecord, *, incarnation: str, worker: int = 0) -> None:
+        """Write the record soon, unless a later one is there. `incarnation`: the owner's, 16 hexadecimal digits;
+        `worker`: that of the worker that has it, 0 for none."""
         if terminal(record.state):
-            self._forget(record.request_id)
+            self.forget(record.request_id)
         else:
             self._remember(record, incarnation)
-        self._put(record, incarnation)
+        self._put(record, incarnation, worker)
 
     async def get(self, request_id: str) -> common_pb2.RequestRecord | None:
         """The record, None if there is none. Raises StateAway."""
-        fields = await self._store.hgetall(keys.req(request_id))
-        return _record(request_id, fields) if fields else None
+        held = await self._store.hgetall(keys.req(request_id))
+        return _record(request_id, held) if held else None
 
     def write_alias(self, tenant: str, client_id: str, request_id: str) -> None:
         """Let a client's own id stand for a request, soon; before the record that ends the request."""
@@ -77,33 +79,21 @@ class Records:
         kept.CopyFrom(record)
         self._live[record.request_id] = (kept, incarnation)
 
-    def _forget(self, request_id: str) -> None:
+    def forget(self, request_id: str) -> None:
+        """It is over; its record is written, or someone else writes it."""
         self._live.pop(request_id, None)
         alias = self._aliases.pop(request_id, None)
         if alias is not None:
             self._store.write_behind(_ALIAS_END, [alias], [request_id, ENDED_TTL_S])
 
-    def _put(self, record: common_pb2.RequestRecord, incarnation: str) -> None:
+    def _put(self, record: common_pb2.RequestRecord, incarnation: str, worker: int = 0) -> None:
         ended = terminal(record.state)
         rank = min(int(record.state), int(common_pb2.REQUEST_STATE_FINISHED))
         head: list[str | int] = [record.epoch, record.attempt, rank, ENDED_TTL_S if ended else LIVE_TTL_S]
-        fields: dict[str, str | int] = {
-            "state": _STATES[record.state],
-            "tenant": record.tenant,
-            "model": record.model,
-            "version": record.version,
-            "gateway": record.gateway_id,
-            "ginc": incarnation,
-            "worker": record.worker_id,
-            "prompt": record.usage.prompt_tokens,
-            "completion": record.usage.completion_tokens,
-            "cached": record.usage.cached_tokens,
-            "reason": record.reason,
-            "trace": record.trace_id,
-            "accepted": record.accepted_at_ms,
-            "ended": record.ended_at_ms,
-        }
-        args = [*head, *(item for pair in fields.items() for item in pair)]
+        written = fields(record) | {"ginc": incarnation}
+        if worker:
+            written["winc"] = incarnation_text(worker)
+        args = [*head, *(item for pair in written.items() for item in pair)]
         self._store.write_behind(_TRANSITION, [keys.req(record.request_id)], args)
 
     def _write_live(self) -> None:
@@ -111,6 +101,25 @@ class Records:
             self._put(record, incarnation)
         for request_id, alias in self._aliases.items():
             self._store.write_behind(_ALIAS, [alias], [request_id, LIVE_TTL_S])
+
+
+def fields(record: common_pb2.RequestRecord) -> dict[str, str | int]:
+    """A record as its hash holds it, without its place in time (epoch, attempt, rank)."""
+    return {
+        "state": _STATES[record.state],
+        "tenant": record.tenant,
+        "model": record.model,
+        "version": record.version,
+        "gateway": record.gateway_id,
+        "worker": record.worker_id,
+        "prompt": record.usage.prompt_tokens,
+        "completion": record.usage.completion_tokens,
+        "cached": record.usage.cached_tokens,
+        "reason": record.reason,
+        "trace": record.trace_id,
+        "accepted": record.accepted_at_ms,
+        "ended": record.ended_at_ms,
+    }
 
 
 def _make_room(remembered: dict[str, Any], request_id: str) -> None:

@@ -65,7 +65,8 @@ class Script:
         self.sha = hashlib.sha1(text.encode(), usedforsecurity=False).hexdigest()
 
 
-_Write = tuple[Script, Sequence[str], Sequence[str | int | float | bytes]]
+Write = tuple[Script, Sequence[str], Sequence[str | int | float | bytes]]
+"""A script with its keys and arguments."""
 
 
 class Store:
@@ -88,7 +89,7 @@ class Store:
             retry=None,
         )
         self._gate = asyncio.Semaphore(MAX_CONNECTIONS)
-        self._behind: deque[_Write] = deque()
+        self._behind: deque[Write] = deque()
         self._wake = asyncio.Event()
         self._idle = asyncio.Event()
         self._idle.set()
@@ -121,6 +122,15 @@ class Store:
     async def run(self, script: Script, keys_: Sequence[str], args: Sequence[str | int | float | bytes]) -> Any:
         """The script's answer. Raises StateAway."""
         return await self._guarded(lambda: self._evaluate(script, keys_, args))
+
+    async def run_all(self, writes: Sequence[Write]) -> list[Any]:
+        """The scripts' answers: run in this order, in one round trip. Raises StateAway, and then it is unknown which
+        of them ran: the scripts must allow to be run again."""
+        return await self._guarded(lambda: self._in_one_trip(writes))
+
+    async def smembers(self, key: str) -> set[str]:
+        """A set, empty if absent. Raises StateAway."""
+        return await self._guarded(lambda: self._redis.smembers(key))
 
     async def get(self, key: str) -> str | None:
         """A string, None if absent. Raises StateAway."""
@@ -163,6 +173,23 @@ class Store:
             return await self._redis.evalsha(script.sha, len(keys_), *keys_, *args)
         except exceptions.NoScriptError:
             return await self._redis.eval(script.text, len(keys_), *keys_, *args)
+
+    async def _in_one_trip(self, writes: Sequence[Write]) -> list[Any]:
+        async with self._redis.pipeline(transaction=False) as pipe:
+            answers = await self._send(pipe, writes)
+            if any(isinstance(answer, exceptions.NoScriptError) for answer in answers):
+                await self._load({script.sha: script for script, _, _ in writes})
+                answers = await self._send(pipe, writes)
+        for answer in answers:
+            if isinstance(answer, Exception):
+                raise answer
+        return answers
+
+    @staticmethod
+    async def _send(pipe: Any, writes: Sequence[Write]) -> list[Any]:
+        for script, keys_, args in writes:
+            pipe.evalsha(script.sha, len(keys_), *keys_, *args)
+        return list(await pipe.execute(raise_on_error=False))
 
     async def _keep_probing(self) -> None:
         while True:
@@ -231,19 +258,17 @@ class Store:
                 _refused.inc()
                 _log.error("the state store refused a write: %s", answer)
 
-    async def _pipelined(self, writes: Sequence[_Write]) -> list[Any]:
+    async def _pipelined(self, writes: Sequence[Write]) -> list[Any]:
         async with asyncio.timeout(2 * TIMEOUT_S), self._redis.pipeline(transaction=False) as pipe:
             await self._load({script.sha: script for script, _, _ in writes})
-            for script, keys_, args in writes:
-                pipe.evalsha(script.sha, len(keys_), *keys_, *args)
-            answers = await pipe.execute(raise_on_error=False)
+            answers = await self._send(pipe, writes)
         for answer in answers:
             # It went, or it restarted between loading and running.
             if isinstance(answer, BaseException) and (
                 _means_away(answer) or isinstance(answer, exceptions.NoScriptError)
             ):
                 raise answer
-        return list(answers)
+        return answers
 
     async def _load(self, scripts: dict[str, Script]) -> None:
         """Scripts vanish with a restart; asking costs one round trip a batch."""

@@ -18,6 +18,7 @@ from typing import Final
 
 from shared.clock import Clock
 from trunkline.common.v1 import common_pb2
+from trunkline.inference.v1 import inference_pb2
 from trunkline.worker.v1 import worker_pb2
 
 PROTOCOL: Final = (1, 0)
@@ -51,6 +52,46 @@ def spec_hash(sub: worker_pb2.Submission) -> bytes:
     priority, features or trace.
     """
     return hashlib.sha256(b"".join(_submission_fields(sub))).digest()
+
+
+def body_hash(spec: inference_pb2.GenerationSpec) -> bytes:
+    """32 bytes naming what a client asked for, in the same form over the fields of GenerationSpec.
+
+    Counted: model, input, sampling, max_tokens, min_tokens, stop, stop_token_ids, include_stop, ignore_eos, n, echo,
+    return_token_ids (1 to 14). Not counted, so that they may differ between two tries: priority, deadline_ms,
+    client_request_id, session_id, cache_salt, resume_window_ms, idempotency_key.
+    """
+    return hashlib.sha256(b"".join(_spec_fields(spec))).digest()
+
+
+def _spec_fields(spec: inference_pb2.GenerationSpec) -> Iterator[bytes]:
+    yield from _text(1, spec.model)
+    match spec.WhichOneof("input"):
+        case "prompt":
+            yield _field(2, spec.prompt.encode())
+        case "prompt_token_ids":
+            yield _field(3, b"".join(_ids(1, spec.prompt_token_ids.ids)))
+        case "chat":
+            yield _field(4, b"".join(_chat_fields(spec.chat)))
+    if spec.HasField("sampling"):
+        yield _field(5, b"".join(_sampling_fields(spec.sampling)))
+    if spec.HasField("max_tokens"):
+        yield _field(6, struct.pack("<Q", spec.max_tokens))
+    yield from _integer(7, spec.min_tokens)
+    yield from (_field(8, stop.encode()) for stop in spec.stop)
+    yield from _ids(9, spec.stop_token_ids)
+    yield from _integer(10, spec.include_stop)
+    yield from _integer(11, spec.ignore_eos)
+    if spec.HasField("n"):
+        yield _field(12, struct.pack("<Q", spec.n))
+    yield from _integer(13, spec.echo)
+    yield from _integer(14, spec.return_token_ids)
+
+
+def _chat_fields(chat: inference_pb2.Chat) -> Iterator[bytes]:
+    for message in chat.messages:
+        yield _field(1, b"".join([*_text(1, message.role), *_text(2, message.content)]))
+    yield from _integer(2, chat.continue_final_message)
 
 
 def _submission_fields(sub: worker_pb2.Submission) -> Iterator[bytes]:

@@ -19,12 +19,12 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp
 
-from gateway import prompt
+from gateway import cursor, prompt
 from gateway.auth import Authenticator, Principal
 from gateway.http import errors, requests
 from gateway.http.core import Embedding, Embeddings, Generation, Generations, Models, Operation
 from gateway.http.forms import ChatForm, CompletionForm, Form, embeddings_body
-from gateway.http.play import StreamAnswer, WholeAnswer, play, while_present
+from gateway.http.play import ResumedAnswer, StreamAnswer, WholeAnswer, play, while_present
 from gateway.kit import Kit
 from gateway.openai_types import (
     ChatRequest,
@@ -46,6 +46,8 @@ MAX_BODY_BYTES: Final = 4 * 1024 * 1024
 BODY_S: Final = 60.0  # for a body to arrive
 _CHAT: Final = ChatForm()
 _COMPLETION: Final = CompletionForm()
+_FORMS: Final[dict[Operation, Form]] = {"chat": _CHAT, "text_completion": _COMPLETION}
+LAST_EVENT_ID: Final = "last-event-id"
 _CHAT_BODY: Final = Body(ChatRequest, "chat")
 _COMPLETION_BODY: Final = Body(CompletionRequest, "completions")
 _EMBEDDING_BODY: Final = Body(EmbeddingRequest, "embeddings")
@@ -81,6 +83,7 @@ class Faces:
             self._route("/v1/chat/completions", self.chat, "POST"),
             self._route("/v1/completions", self.completions, "POST"),
             self._route("/v1/embeddings", self.embeddings, "POST"),
+            self._route("/v1/generations/{id}/stream", self.resume, "GET"),
             self._route("/tokenize", self.tokenize, "POST"),
             self._route("/detokenize", self.detokenize, "POST"),
             self._route("/v1/models", self.list_models, "GET"),
@@ -100,6 +103,16 @@ class Faces:
         asked = _COMPLETION_BODY.read(await _body(request))
         specs = requests.completion_specs(asked)
         return await self._generate(request, principal, asked, specs, _COMPLETION, "text_completion")
+
+    async def resume(self, request: Request) -> ASGIApp:
+        """GET /v1/generations/{id}/stream: a resumable generation's stream after Last-Event-ID, or from its beginning.
+        `?include_usage=true` asks for the last chunk as `stream_options` would have."""
+        principal = self._principal(request)
+        self._authenticator.authorize(principal, "generate", None)
+        with_usage = request.query_params.get("include_usage") == "true"
+        last = request.headers.get(LAST_EVENT_ID, "")
+        scope = self._generations.resume(principal.tenant, request.path_params["id"], last)
+        return ResumedAnswer(_FORMS, self._clock, self._new_id(), scope, with_usage)
 
     async def embeddings(self, request: Request) -> ASGIApp:
         """POST /v1/embeddings."""
@@ -161,6 +174,11 @@ class Faces:
         operation: Operation,
     ) -> ASGIApp:
         self._authenticator.authorize(principal, "generate", asked.model)
+        with_usage = bool(asked.stream_options and asked.stream_options.include_usage)
+        if asked.stream and (last := request.headers.get(LAST_EVENT_ID)):
+            again = self._generations.resume(principal.tenant, cursor.decode(last).request_id.hex(), last)
+            return ResumedAnswer(_FORMS, self._clock, self._new_id(), again, with_usage)
+        requests.set_key(specs, request.headers.get("idempotency-key"))
         budget_ms, trace_parent = _budget_ms(request), _trace_parent(request)
 
         def start(spec: inference_pb2.GenerationSpec) -> AbstractAsyncContextManager[Generation]:
@@ -174,7 +192,6 @@ class Faces:
         ]
         choices = asked.n or 1
         if asked.stream:
-            with_usage = bool(asked.stream_options and asked.stream_options.include_usage)
             return StreamAnswer(form, choices, self._clock, self._new_id(), scopes, with_usage)
         answer = WholeAnswer(form, choices, self._clock, self._new_id())
         await while_present(request.receive, play(scopes, answer), _never())

@@ -3,7 +3,7 @@ real things."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import Literal, Protocol
 
@@ -20,6 +20,16 @@ class Generation(Protocol):
     """One admitted generation."""
 
     on_stuck: Callable[[], object]  # called once if its client takes nothing for too long
+
+    @property
+    def resumable(self) -> bool:
+        """Its cursors are of use: a client that is cut off may come back with one."""
+        ...
+
+    @property
+    def opened(self) -> Mapping[int, int]:
+        """Choices that the client has seen before, and how many characters of each."""
+        ...
 
     @property
     def id(self) -> str:
@@ -41,6 +51,15 @@ class Generation(Protocol):
         ...
 
 
+class Resumed(Generation, Protocol):
+    """A generation that was come back to."""
+
+    @property
+    def operation(self) -> Operation:
+        """What it began as."""
+        ...
+
+
 class Generations(Protocol):
     """Where generations come from."""
 
@@ -53,7 +72,11 @@ class Generations(Protocol):
         budget_ms: int | None,
         trace_parent: tuple[str, str],
     ) -> AbstractAsyncContextManager[Generation]:
-        """A scope that admits on entry (raises TrunklineError) and cancels on exit what is not over."""
+        """A scope that admits on entry (raises TrunklineError); on exit it cancels what is not over or resumable."""
+        ...
+
+    def resume(self, tenant: str, request_id: str, cursor: str) -> AbstractAsyncContextManager[Resumed]:
+        """A scope of one that is there, from a cursor on (empty: from its beginning). Raises TrunklineError."""
         ...
 
 

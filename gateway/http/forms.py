@@ -155,7 +155,11 @@ class CompletionForm:
 class Chunks:
     """Encodes one stream's chunks. Not for several streams: it remembers which choices were opened."""
 
-    def __init__(self, form: Form, response_id: str, created_s: int, model: str, with_usage: bool) -> None:
+    def __init__(
+        self, form: Form, response_id: str, created_s: int, model: str, with_usage: bool, with_ids: bool = False
+    ) -> None:
+        """`with_ids`: events carry their cursor as id, with which a client that was cut off comes back."""
+        self._with_ids = with_ids
         head = {"id": response_id, "object": form.chunk_object, "created": created_s, "model": model}
         self._form = form
         self._head = head
@@ -169,6 +173,8 @@ class Chunks:
     def delta(self, index: int, delta: inference_pb2.Delta) -> bytes:
         """The chunk of a delta, after the one that opens its choice if it is the first."""
         opening = b"" if index in self._frames else self.open(index)
+        if self._with_ids:
+            opening += b"id: %s\n" % delta.cursor.encode()
         offset = self._offsets[index]
         self._offsets[index] += len(delta.text)
         if not (delta.finish_reason or delta.logprobs or delta.token_ids):
@@ -178,13 +184,17 @@ class Chunks:
         choice.take(delta)
         return opening + self._chunk([self._form.chunk(index, choice, offset)])
 
+    def go_on(self, index: int, offset: int) -> None:
+        """A choice that the client has seen opened, and so many characters of."""
+        before, after = self._form.text_frame(index)
+        self._frames[index] = (self._before + before, after + self._after)
+        self._offsets[index] = offset
+
     def open(self, index: int) -> bytes:
         """The chunk that opens a choice; empty where this face has none or it was opened before."""
         if index in self._frames:
             return b""
-        before, after = self._form.text_frame(index)
-        self._frames[index] = (self._before + before, after + self._after)
-        self._offsets[index] = 0
+        self.go_on(index, 0)
         opening = self._form.opening(index)
         return self._chunk([opening]) if opening else b""
 

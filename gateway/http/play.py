@@ -8,14 +8,14 @@ that what fails before is a plain HTTP error.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, aclosing
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar, cast
 
 from starlette.types import Receive, Scope, Send
 
 from gateway.http import errors
-from gateway.http.core import Generation
+from gateway.http.core import Generation, Operation, Resumed
 from gateway.http.forms import DONE, HEARTBEAT, ChoiceText, Chunks, Form, event, receipt_body, usage_body
 from gateway.ledger import Headroom
 from shared.clock import Clock
@@ -202,8 +202,16 @@ class StreamAnswer(Answer):
         async with self._turn:
             if self._chunks is None:
                 await self._send({"type": "http.response.start", "status": 200, "headers": self._raw_headers()})
-                self._chunks = Chunks(self._form, *self.head(), self._with_usage)
+                self._chunks = Chunks(self._form, *self.head(), self._with_usage, self._resumable)
+                for prompt, part in self._parts.items():
+                    for choice, chars in part.generation.opened.items():
+                        self._chunks.go_on(self.index(prompt, choice), chars)
         return self._chunks
+
+    @property
+    def _resumable(self) -> bool:
+        """A cursor names one generation."""
+        return len(self._scopes) == 1 and all(part.generation.resumable for part in self._parts.values())
 
     def _raw_headers(self) -> list[tuple[bytes, bytes]]:
         headers = self.headers() | {
@@ -216,6 +224,26 @@ class StreamAnswer(Answer):
     async def _write(self, data: bytes, more: bool = True) -> None:
         async with self._turn:
             await self._send({"type": "http.response.body", "body": data, "more_body": more})
+
+
+class ResumedAnswer(StreamAnswer):
+    """The rest of a stream. What it began as decides its form."""
+
+    def __init__(
+        self,
+        forms: Mapping[Operation, Form],
+        clock: Clock,
+        answer_id: str,
+        scope: AbstractAsyncContextManager[Resumed],
+        with_usage: bool,
+    ) -> None:
+        super().__init__(forms["chat"], 1, clock, answer_id, [scope], with_usage)
+        self._forms = forms
+
+    def begin(self, prompt: int, generation: Generation) -> None:
+        """It is there."""
+        self._form = self._forms[cast(Resumed, generation).operation]
+        super().begin(prompt, generation)
 
 
 def _limit_headers(left: Headroom) -> dict[str, str]:

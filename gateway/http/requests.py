@@ -72,6 +72,17 @@ def completion_specs(request: CompletionRequest) -> list[inference_pb2.Generatio
     return specs
 
 
+def set_key(specs: Sequence[inference_pb2.GenerationSpec], key: str | None) -> None:
+    """The header Idempotency-Key, which says the same as the body's field. Raises BAD_FIELD where they differ, and
+    FEATURE_OFF for several prompts: a key and a cursor name one generation."""
+    for spec in specs:
+        if key is not None and spec.idempotency_key not in ("", key):
+            raise bad_fields([Violation("idempotency_key", "is not that of the header Idempotency-Key")])
+        spec.idempotency_key = key or spec.idempotency_key
+        if len(specs) > 1 and (spec.idempotency_key or spec.resume_window_ms):
+            raise not_served("several prompts in a resumable request")
+
+
 def embed_request(request: EmbeddingRequest) -> inference_pb2.EmbedRequest:
     """The embedding call. Raises BAD_FIELD."""
     if request.encoding_format not in (None, "float", "base64"):

@@ -8,9 +8,15 @@
 --     l:<request> lease                 expiry, tokens, then per scope: tpm, t: after it was taken, k: then; model
 --     x           no lease expires before
 --
+--         tl:idem:{tenant}:<key>, a hash, where the request came with an idempotency key
+--     request      the one request of this key
+--     hash         of its body
+--
 --   ARGV  reserve now debt request ttl tokens model  rpm tpm concurrency (of the model)  rpm tpm concurrency (of all)
+--           [hash, ttl of the key in seconds]
 --         -> {1, requests left, until all are, tokens left, until all are} | {0, limit, wait, scope}: nothing was taken
---         settle now debt request used
+--          | {2, request, hash}: the key belongs to another request; nothing was taken. The key is asked before limits.
+--         settle now debt request used ('': in full)
 --         -> {1}, or {0} where the lease is gone: it counts once
 --
 -- Times are whole microseconds, costs are rounded up and credits down, so that nothing is given away by rounding.
@@ -77,6 +83,12 @@ if operation == 'settle' then
   return {1}
 end
 
+local claim = KEYS[2]
+if claim then
+  local held = redis.call('HMGET', claim, 'request', 'hash')
+  if held[1] and held[1] ~= ARGV[4] then return {2, held[1], held[2]} end
+end
+
 local request, ttl, tokens, model = ARGV[4], tonumber(ARGV[5]), tonumber(ARGV[6]), ARGV[7]
 local earliest = sweep()
 local known = redis.call('HEXISTS', key, 'l:' .. request) == 1 -- the first answer was lost on the way
@@ -118,6 +130,10 @@ if refusal[3] > 0 then return refusal end
 if not known then
   redis.call('HSET', key, 'l:' .. request, table.concat(lease, ' ') .. ' ' .. model, 'x',
     text(math.min(earliest, now + ttl)), unpack(writes))
+end
+if claim then
+  redis.call('HSET', claim, 'request', request, 'hash', ARGV[14])
+  redis.call('EXPIRE', claim, ARGV[15])
 end
 local keep = math.ceil((latest - now + MINUTE) / 1000)
 if redis.call('PTTL', key) < keep then redis.call('PEXPIRE', key, keep) end

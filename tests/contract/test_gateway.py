@@ -166,7 +166,7 @@ async def test_the_first_refusal_names_every_bad_field_and_nothing_is_submitted(
     ("change", "reason"),
     [
         ({"model": "none"}, Reason.MODEL_UNKNOWN),
-        ({"resume_window_ms": 5}, Reason.FEATURE_OFF),
+        ({"resume_window_ms": 3_600_001}, Reason.BAD_FIELD),
         ({"prompt_token_ids": pb.TokenIds(ids=[1] * 4096)}, Reason.PROMPT_TOO_LONG),
     ],
 )
@@ -182,13 +182,14 @@ async def test_what_cannot_be_served_is_refused_with_its_reason(
         assert not routers[0].requests
 
 
-async def test_resume_is_declared_and_off(redis_url: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("request_id", ["0" * 32, "", "x"])
+async def test_what_is_not_there_cannot_be_resumed(redis_url: str, tmp_path: Path, request_id: str) -> None:
     async with world(redis_url, tmp_path) as (client, _, _):
-        call = client.stub.Resume(pb.ResumeRequest(request_id="0" * 32), metadata=client.metadata)
+        call = client.stub.Resume(pb.ResumeRequest(request_id=request_id), metadata=client.metadata)
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await call.read()
-        assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
-        assert from_rpc(caught.value).reason is Reason.FEATURE_OFF
+        assert caught.value.code() is grpc.StatusCode.NOT_FOUND
+        assert from_rpc(caught.value).reason is Reason.REQUEST_UNKNOWN
 
 
 # --- deadlines, cancels, readers ------------------------------------------------------------------------------------

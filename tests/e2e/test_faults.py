@@ -48,7 +48,7 @@ BAD_SPECS = [
     ("a token beyond the vocabulary", spec([1, 49152], 4), Code.INVALID_ARGUMENT, "BAD_FIELD"),
     ("a prompt beyond the context", spec([5] * 8200, 4), Code.INVALID_ARGUMENT, "PROMPT_TOO_LONG"),
     ("an unknown model", inference_pb2.GenerationSpec(model="gpt-9", prompt="x"), Code.NOT_FOUND, "MODEL_UNKNOWN"),
-    ("a resume window", spec("x", 4, resume_window_ms=1000), Code.UNIMPLEMENTED, "FEATURE_OFF"),
+    ("a resume window without end", spec("x", 4, resume_window_ms=1 << 40), Code.INVALID_ARGUMENT, "BAD_FIELD"),
 ]
 
 

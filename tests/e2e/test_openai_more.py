@@ -69,7 +69,7 @@ def test_refusals_of_the_whole_mesh_name_the_clients_fields(mesh: Mesh) -> None:
     status, _, body = call(mesh, "/v1/completions", {"prompt": "x", "top_p": 0, "logit_bias": {"49152": 1}, "n": 17})
     assert status == 400
     assert {item["field"] for item in body["error"]["violations"]} == {"top_p", "logit_bias[49152]", "n"}
-    status, _, body = call(mesh, "/v1/completions", {"prompt": "x", "resume_window_ms": 1000})
-    assert (status, body["error"]["code"], body["error"]["param"]) == (501, "FEATURE_OFF", "resume_window_ms")
+    status, _, body = call(mesh, "/v1/completions", {"prompt": "x", "resume_window_ms": 3_600_001})
+    assert (status, body["error"]["code"], body["error"]["param"]) == (400, "BAD_FIELD", "resume_window_ms")
     status, _, body = call(mesh, "/v1/completions", {"prompt": [1, 2, 60_000]})
     assert (status, body["error"]["param"]) == (400, "prompt[2]")

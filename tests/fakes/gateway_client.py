@@ -124,6 +124,7 @@ async def serving(
     directory: Path,
     store: str = NO_STORE,
     gateway_id: str = "g1",
+    seed: int = 5,
     clock: Clock = SYSTEM_CLOCK,
     **settings: Any,
 ) -> AsyncIterator[Client]:
@@ -140,7 +141,7 @@ async def serving(
         limits=limits,
         **settings,
     )
-    async with running(config, clock=clock, rng=random.Random(5)) as gateway:
+    async with running(config, clock=clock, rng=random.Random(seed)) as gateway:
         while routers and not gateway.lifecycle.ready:
             await gateway.lifecycle.changed()
         client = Client(gateway)

@@ -60,6 +60,8 @@ class FakeGeneration:
     script: Sequence[Step]
     number: int
     on_stuck: Callable[[], object] = lambda: None
+    resumable: bool = False
+    opened: dict[int, int] = field(default_factory=dict)
     trace_id: str = "ab" * 16
     headroom: Headroom | None = HEADROOM
 

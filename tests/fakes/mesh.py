@@ -413,6 +413,9 @@ class MeshWorker(worker_pb2_grpc.WorkerServiceServicer):
         for request_id, held in list(self.held.items()):
             if not held.sub.HasField("generate"):
                 continue
+            if held.sub.gateway_incarnation != stream.hello.incarnation:
+                self._fence(stream, batch, held)
+                continue
             self._open(stream, batch, held)
             self._runs(stream, batch, held)
             self._events(stream, batch, held)
@@ -421,6 +424,14 @@ class MeshWorker(worker_pb2_grpc.WorkerServiceServicer):
         batch.events.extend(stream.notices)
         stream.notices.clear()
         return batch if batch.opened or batch.handle or batch.events else None
+
+    def _fence(self, stream: Stream, batch: worker_pb2.OutputBatch, held: Held) -> None:
+        """Another gateway has it now."""
+        stream.sent.pop(held.sub.request_id, None)
+        carried = stream.carried.pop(held.sub.request_id, None)
+        if carried is not None:
+            fenced = worker_pb2.FencedOut(epoch=held.stamp[0], attempt=held.stamp[1])
+            batch.events.add(handle=carried[1], fenced=fenced)
 
     def _open(self, stream: Stream, batch: worker_pb2.OutputBatch, held: Held) -> None:
         request_id = held.sub.request_id

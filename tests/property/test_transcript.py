@@ -3,15 +3,17 @@ any time; and what does not join on is refused."""
 
 from __future__ import annotations
 
-import base64
 import hashlib
 import struct
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from gateway import cursor
 from gateway.tokens import Detokenizer, Tokenizer
 from gateway.transcript import LENGTH, STOP, Fit, Form, Run, Transcript
+from shared.errors import Reason, TrunklineError
 from tests.fakes.clock import FakeClock
 from tests.fakes.mesh import EOS, TEXT_TOKENS, tokenizer_json
 from trunkline.common.v1 import common_pb2
@@ -147,11 +149,69 @@ def test_a_cursor_names_tokens_characters_and_digest_of_what_was_taken(tokens: l
         for delta in transcript.take():
             text += delta.text
             last = delta.cursor
-    raw = base64.urlsafe_b64decode(last + "=" * (-len(last) % 4))
-    count, chars, digest = struct.unpack("<II8s", raw[1:])
-    assert raw[0] == 1
-    assert (count, chars) == (len(tokens), len(text))
-    assert digest == hashlib.blake2b(struct.pack(f"<{len(tokens)}I", *tokens), digest_size=8).digest()
+    (place,) = cursor.decode(last).places
+    assert (place.tokens, place.chars, place.ended) == (len(tokens), len(text), False)
+    assert place.digest == hashlib.sha256(struct.pack(f"<{len(tokens)}I", *tokens)).digest()[:8]
+
+
+@given(
+    choices=st.lists(ids, min_size=1, max_size=3),
+    stops_=stops,
+    echo=st.sampled_from(["", "the prompt"]),
+    token_ids=st.booleans(),
+    data=st.data(),
+)
+def test_from_any_cursor_the_rest_of_the_stream_follows_and_nothing_else(
+    choices: list[list[int]], stops_: list[str], echo: str, token_ids: bool, data: st.DataObject
+) -> None:
+    form = Form(len(choices), 100, b"r" * 16, stops=tuple(stops_), prefix=echo, token_ids=token_ids)
+    transcript, runs = Transcript(form, TOKENIZER, FakeClock()), []
+    told, sent = [], [0] * len(choices)
+    while not all(transcript.finishes()):
+        choice = data.draw(st.sampled_from([c for c, finish in enumerate(transcript.finishes()) if not finish]))
+        part = choices[choice][sent[choice] : sent[choice] + data.draw(st.integers(0, 5))]
+        last = sent[choice] + len(part) == len(choices[choice])
+        run = Run(choice, sent[choice], part, STOP if last else 0, EOS if last else None)
+        sent[choice] += len(part)
+        if transcript.append(run) is Fit.TAKEN:
+            runs.append(run)
+        if data.draw(st.booleans()):
+            told.extend(transcript.take())
+    told.extend(transcript.take())
+    for place, delta in enumerate(told):
+        again = Transcript(form, TOKENIZER, FakeClock())
+        assert again.skip(cursor.decode(delta.cursor).places, runs) is None
+        rest = list(again.take())
+        assert again.complete
+        for choice in range(len(choices)):
+            later = [other for other in told[place + 1 :] if other.choice == choice]
+            own = [other for other in rest if other.choice == choice]
+            assert "".join(other.text for other in own) == "".join(other.text for other in later)
+            assert [id_ for other in own for id_ in other.token_ids] == [id_ for o in later for id_ in o.token_ids]
+            assert [other.finish_reason for other in own][-1:] == [other.finish_reason for other in later][-1:]
+            assert [other.matched_stop for other in own][-1:] == [other.matched_stop for other in later][-1:]
+
+
+@given(tokens=st.lists(st.integers(0, TEXT_TOKENS - 1), min_size=1, max_size=20), data=st.data())
+def test_a_cursor_over_other_tokens_names_the_choice_that_diverged(tokens: list[int], data: st.DataObject) -> None:
+    form = Form(choices=2, max_tokens=100, token_ids=True)
+    transcript = Transcript(form, TOKENIZER, FakeClock())
+    for choice in range(2):
+        transcript.append(Run(choice, 0, tokens))
+    (*_, last) = transcript.take()
+    at = data.draw(st.integers(0, len(tokens) - 1))
+    other = [*tokens[:at], tokens[at] + 1, *tokens[at + 1 :]]
+    again = Transcript(form, TOKENIZER, FakeClock())
+    assert again.skip(cursor.decode(last.cursor).places, [Run(0, 0, tokens), Run(1, 0, other)]) == 1
+    shorter = Transcript(form, TOKENIZER, FakeClock())
+    assert shorter.skip(cursor.decode(last.cursor).places, [Run(0, 0, tokens[:-1]), Run(1, 0, tokens)]) == 0
+
+
+@pytest.mark.parametrize("text", ["x", "!!!!", "AQ", "AA" * 24, "A" * 2000, "é"])
+def test_what_is_no_cursor_is_refused(text: str) -> None:
+    with pytest.raises(TrunklineError) as caught:
+        cursor.decode(text)
+    assert caught.value.reason is Reason.BAD_FIELD
 
 
 def test_log_probabilities_travel_with_their_tokens_and_end_with_the_stop() -> None:

@@ -23,7 +23,7 @@ class Loads:
     def __init__(self, holdings: Holdings, clock: Clock) -> None:
         self.engine = NOTHING
         self.served: Served | None = None  # now, or last
-        self.listeners: set[Callable[[], None]] = set()  # called when a number may have changed
+        self.listeners: dict[Callable[[], None], None] = {}  # called in order when a number may have changed
         self._holdings = holdings
         self._clock = clock
 

@@ -126,11 +126,11 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             raise TrunklineError(Reason.PROTOCOL_MISMATCH, f"protocol {request.protocol_major} is not spoken here")
         wake = asyncio.Event()
         watch = Watch(self._door, self._clock, self._worker_id, self._versions, request.router_incarnation, wake.set)
-        self._door.loads.listeners.add(watch.changed)
+        self._door.loads.listeners[watch.changed] = None
         try:
             await pump(watch, context.write, wake, self._clock)
         finally:
-            self._door.loads.listeners.discard(watch.changed)
+            del self._door.loads.listeners[watch.changed]
 
     async def Cancel(self, request: worker_pb2.CancelRequest, context: Context) -> worker_pb2.CancelResponse:
         """Ends a request at ≤ (e, a)."""

@@ -39,6 +39,7 @@ class InferenceServiceStub:
     - Per choice, Deltas MUST come in order and the last one MUST carry finish_reason; nothing for a choice follows it.
     - Finished MUST come once, after the last Delta of every choice, and MUST be followed by status OK.
     - A client that breaks off MUST cancel the call. The server then cancels the generation, unless it is resumable.
+    - A resumable generation's stream MAY end UNAVAILABLE(MOVED) with `cursor` in the metadata: the client SHOULD Resume.
     """
 
     def __init__(self, channel):
@@ -113,6 +114,7 @@ class InferenceServiceServicer:
     - Per choice, Deltas MUST come in order and the last one MUST carry finish_reason; nothing for a choice follows it.
     - Finished MUST come once, after the last Delta of every choice, and MUST be followed by status OK.
     - A client that breaks off MUST cancel the call. The server then cancels the generation, unless it is resumable.
+    - A resumable generation's stream MAY end UNAVAILABLE(MOVED) with `cursor` in the metadata: the client SHOULD Resume.
     """
 
     def Generate(self, request, context):
@@ -180,7 +182,8 @@ class InferenceServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Resume(self, request, context):
-        """Goes on with a resumable generation after the given cursor, on any gateway.
+        """Goes on with a resumable generation after the given cursor, on any gateway. A cursor over text that is not the
+        generation's is refused ABORTED(RESUME_DIVERGED) with `choice` in the metadata: read that one from its beginning.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -261,6 +264,7 @@ class InferenceService:
     - Per choice, Deltas MUST come in order and the last one MUST carry finish_reason; nothing for a choice follows it.
     - Finished MUST come once, after the last Delta of every choice, and MUST be followed by status OK.
     - A client that breaks off MUST cancel the call. The server then cancels the generation, unless it is resumable.
+    - A resumable generation's stream MAY end UNAVAILABLE(MOVED) with `cursor` in the metadata: the client SHOULD Resume.
     """
 
     @staticmethod

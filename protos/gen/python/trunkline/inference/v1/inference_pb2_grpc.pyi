@@ -42,6 +42,7 @@ class InferenceServiceStub:
     - Per choice, Deltas MUST come in order and the last one MUST carry finish_reason; nothing for a choice follows it.
     - Finished MUST come once, after the last Delta of every choice, and MUST be followed by status OK.
     - A client that breaks off MUST cancel the call. The server then cancels the generation, unless it is resumable.
+    - A resumable generation's stream MAY end UNAVAILABLE(MOVED) with `cursor` in the metadata: the client SHOULD Resume.
     """
 
     @_typing.overload
@@ -69,7 +70,9 @@ class InferenceServiceStub:
     GetModel: _grpc.UnaryUnaryMultiCallable[_inference_pb2.GetModelRequest, _inference_pb2.GetModelResponse]
     """Describes one model."""
     Resume: _grpc.UnaryStreamMultiCallable[_inference_pb2.ResumeRequest, _inference_pb2.ResumeResponse]
-    """Goes on with a resumable generation after the given cursor, on any gateway."""
+    """Goes on with a resumable generation after the given cursor, on any gateway. A cursor over text that is not the
+    generation's is refused ABORTED(RESUME_DIVERGED) with `choice` in the metadata: read that one from its beginning.
+    """
 
 @_typing.type_check_only
 class InferenceServiceAsyncStub(InferenceServiceStub):
@@ -86,6 +89,7 @@ class InferenceServiceAsyncStub(InferenceServiceStub):
     - Per choice, Deltas MUST come in order and the last one MUST carry finish_reason; nothing for a choice follows it.
     - Finished MUST come once, after the last Delta of every choice, and MUST be followed by status OK.
     - A client that breaks off MUST cancel the call. The server then cancels the generation, unless it is resumable.
+    - A resumable generation's stream MAY end UNAVAILABLE(MOVED) with `cursor` in the metadata: the client SHOULD Resume.
     """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
@@ -110,7 +114,9 @@ class InferenceServiceAsyncStub(InferenceServiceStub):
     GetModel: _aio.UnaryUnaryMultiCallable[_inference_pb2.GetModelRequest, _inference_pb2.GetModelResponse]  # type: ignore[assignment]
     """Describes one model."""
     Resume: _aio.UnaryStreamMultiCallable[_inference_pb2.ResumeRequest, _inference_pb2.ResumeResponse]  # type: ignore[assignment]
-    """Goes on with a resumable generation after the given cursor, on any gateway."""
+    """Goes on with a resumable generation after the given cursor, on any gateway. A cursor over text that is not the
+    generation's is refused ABORTED(RESUME_DIVERGED) with `choice` in the metadata: read that one from its beginning.
+    """
 
 class InferenceServiceServicer(metaclass=_abc_1.ABCMeta):
     """Generation, embedding and lookup for internal clients.
@@ -126,6 +132,7 @@ class InferenceServiceServicer(metaclass=_abc_1.ABCMeta):
     - Per choice, Deltas MUST come in order and the last one MUST carry finish_reason; nothing for a choice follows it.
     - Finished MUST come once, after the last Delta of every choice, and MUST be followed by status OK.
     - A client that breaks off MUST cancel the call. The server then cancels the generation, unless it is resumable.
+    - A resumable generation's stream MAY end UNAVAILABLE(MOVED) with `cursor` in the metadata: the client SHOULD Resume.
     """
 
     @_abc_1.abstractmethod
@@ -208,6 +215,8 @@ class InferenceServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _inference_pb2.ResumeRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_inference_pb2.ResumeResponse], _abc.AsyncIterator[_inference_pb2.ResumeResponse]]:
-        """Goes on with a resumable generation after the given cursor, on any gateway."""
+        """Goes on with a resumable generation after the given cursor, on any gateway. A cursor over text that is not the
+        generation's is refused ABORTED(RESUME_DIVERGED) with `choice` in the metadata: read that one from its beginning.
+        """
 
 def add_InferenceServiceServicer_to_server(servicer: InferenceServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -1,0 +1,147 @@
+"""What a journal shows was acknowledged, and what is in the store folds to the same transcript, whatever the store does
+meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager, suppress
+
+from gateway.custody import Custody, Ending, Plan
+from gateway.journal import Journal, Journals
+from gateway.tokens import Tokenizer
+from gateway.transcript import STOP, Fit, Form, Run, Transcript
+from shared.clock import SYSTEM_CLOCK
+from shared.errors import Reason
+from shared.ids import Identity
+from shared.state import Store
+from shared.wire import Stamp
+from tests.fakes.gateway_client import until
+from tests.fakes.mesh import TEXT_TOKENS, tokenizer_json
+from tests.fakes.valkey import Valkey
+
+TOKENIZER = Tokenizer(tokenizer_json())
+FORM = Form(choices=3, max_tokens=500, token_ids=True)
+ENDING = Ending(finished=b"whole")
+
+
+class OwnerOfOne:
+    """Owns a request without running it."""
+
+    def __init__(self) -> None:
+        self.id = "cd" * 16
+        self.cancelled: list[Reason] = []
+
+    def plan(self) -> tuple[Stamp, Plan, int, Mapping[str, str | int]]:
+        return (1, 1), Plan("chat", "a", "k", b"", b"", b"", ("", ""), 0), 60_000, {"tenant": "a"}
+
+    def cancel(self, reason: Reason) -> None:
+        self.cancelled.append(reason)
+
+
+@asynccontextmanager
+async def writing(url: str, number: int = 1) -> AsyncIterator[Journals]:
+    store = Store(url, SYSTEM_CLOCK, name=f"g{number}")
+    await store.start()
+    journals = Journals(Custody(store, Identity("gateway", f"g{number}", number), SYSTEM_CLOCK), SYSTEM_CLOCK)
+    task = asyncio.create_task(journals.run())
+    try:
+        yield journals
+    finally:
+        task.cancel()
+        with suppress(asyncio.CancelledError):
+            await task
+        await store.close()
+
+
+def text(runs: list[Run]) -> list[tuple[str, int]]:
+    transcript = Transcript(FORM, TOKENIZER, SYSTEM_CLOCK)
+    assert all(transcript.append(run) in (Fit.TAKEN, Fit.KNOWN) for run in runs)
+    return [(delta.text, delta.finish_reason) for delta in transcript.take()]
+
+
+async def generate(journal: Journal, rng: random.Random, harm: Mapping[int, object]) -> list[Run]:
+    """Runs of three choices, in pieces; `harm` is done before the steps it names."""
+    sent, made = [0, 0, 0], []
+    for step in range(150):
+        act = harm.get(step)
+        if callable(act):
+            act()
+        choice = rng.randrange(3)
+        ids = [rng.randrange(TEXT_TOKENS) for _ in range(rng.randint(1, 4))]
+        made.append(Run(choice, sent[choice], ids))
+        sent[choice] += len(ids)
+        journal.put(made[-1])
+        await asyncio.sleep(0.01)
+    for choice in range(3):
+        made.append(Run(choice, sent[choice], [], STOP, 5))
+        journal.put(made[-1])
+    journal.end(ENDING, {"state": "FINISHED"})
+    return made
+
+
+async def told(valkey: Valkey, harm: Mapping[int, object]) -> None:
+    async with writing(valkey.url) as journals:
+        owner = OwnerOfOne()
+        journal = Journal(journals, owner, "a", window_s=60)
+        await journal.claim()
+        journal.attach()
+        seen: list[int] = []
+
+        def look() -> None:
+            seen.append(len(journal.log.runs))
+
+        journal.log.join(look)
+        made = await generate(journal, random.Random(3), harm)
+        await until(lambda: journal.log.ending is not None, 15)
+        assert journal.log.runs == made
+        assert seen == sorted(seen)
+        assert len(journals) == 0
+        news = await journals.custody.follow(owner.id)
+        assert text(news.runs) == text(made)
+        assert (news.rank, news.ending) == (3, ENDING)
+        assert not owner.cancelled
+
+
+async def test_a_journal_is_its_transcript(valkey: Valkey) -> None:
+    await told(valkey, {})
+
+
+async def test_a_store_that_stands_still_for_a_while_costs_nothing(valkey: Valkey) -> None:
+    await told(valkey, {40: valkey.pause, 90: lambda: asyncio.get_running_loop().call_later(1.0, valkey.resume)})
+
+
+async def test_a_store_that_comes_back_empty_is_told_everything_again(valkey: Valkey) -> None:
+    def again() -> None:
+        valkey.kill()
+        valkey.start()
+
+    await told(valkey, {40: again, 100: again})
+
+
+async def test_nothing_is_shown_that_was_not_acknowledged(valkey: Valkey) -> None:
+    async with writing(valkey.url) as journals:
+        journal = Journal(journals, OwnerOfOne(), "a", window_s=60)
+        await journal.claim()
+        valkey.pause()
+        journal.put(Run(0, 0, [1]))
+        await asyncio.sleep(0.3)
+        assert not journal.log.runs
+        await until(lambda: journal.log.breaks > 0)
+        valkey.resume()
+        await until(lambda: journal.log.runs == [Run(0, 0, [1])])
+
+
+async def test_an_owner_that_was_overtaken_is_told_and_shows_nothing_more(valkey: Valkey) -> None:
+    async with writing(valkey.url) as journals, writing(valkey.url, 2) as others:
+        owner = OwnerOfOne()
+        journal = Journal(journals, owner, "a", window_s=60)
+        await journal.claim()
+        await journals.custody.hold([(owner.id, 1, 0)], lease_ms=0)
+        assert await others.custody.take_over(owner.id, "a") is not None
+        journal.put(Run(0, 0, [1]))
+        await until(lambda: owner.cancelled == [Reason.OWNER_MOVED])
+        assert not journal.log.runs
+        assert journal.log.breaks == 1
+        assert len(journals) == 0
