@@ -80,7 +80,7 @@ class Catalog:
         """The version that takes this request: by weight among those with a ready replica, if there is one. The same
         for all requests of a `session`. Raises MODEL_UNKNOWN; NO_REPLICA while nobody tells of any model."""
         versions = self._models.get(model)
-        if not versions and self.problem:
+        if not self._models:
             raise TrunklineError(Reason.NO_REPLICA, self.problem, retry_after_s=1.0)
         if not versions:
             raise TrunklineError(Reason.MODEL_UNKNOWN, f"the model {model[:128]!r} is not known")

@@ -77,6 +77,7 @@ class Chance:
         world.net.tap = lambda _passing: ARRIVES
         self._judge(world)
         await world.settled()
+        world.checks.outputs_agree()
         self._judge_store(world)
 
     # What is asked.

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Final
 
+from gateway import custody
 from router.policy import Candidate
 from shared.records import terminal
 from shared.state import MAX_BEHIND
@@ -161,6 +162,16 @@ class Checks:
             fields = self._world.redis._data[key]
             found += [f"{key} {name}" for name in sorted(fields) if name.startswith("l:")]
         return found
+
+    def outputs_agree(self) -> None:
+        """What was kept of a request is one transcript, whoever wrote it."""
+        for key in self._world.redis.keys("tl:out:"):
+            said: dict[tuple[int, int], int] = {}
+            for _, (name, value) in self._world.redis._data[key]:
+                for run in custody._unframed(value) if name == "r" else ():
+                    for place, token in enumerate(run.ids, run.start):
+                        known = said.setdefault((run.choice, place), token)
+                        assert known == token, f"{key}: choice {run.choice} has {known} and {token} at {place}"
 
     def open_records(self) -> list[str]:
         """Records that say of a request that it goes on."""
