@@ -24,8 +24,9 @@ WILD_REASONS: Final = frozenset({
     *(FINISHED, LEFT, BROKEN),
     *(reason.value for reason in (
         Reason.POISON_SUSPECTED, Reason.WORKER_LOST, Reason.NO_REPLICA, Reason.DRAINING, Reason.OUTCOME_UNKNOWN,
-        Reason.QUEUE_EXPIRED, Reason.RUN_EXPIRED, Reason.MOVED, Reason.STATE_AWAY, Reason.OWNER_LOST, Reason.OWNER_MOVED,
-        Reason.REQUEST_UNKNOWN, Reason.IDEMPOTENCY_CONFLICT, Reason.CLIENT_CANCEL, Reason.SLOW_READER, Reason.VERSION_GONE,
+        Reason.QUEUE_EXPIRED, Reason.RUN_EXPIRED, Reason.MOVED, Reason.STATE_AWAY, Reason.OWNER_LOST,
+        Reason.OWNER_MOVED, Reason.VERSION_GONE,
+        Reason.REQUEST_UNKNOWN, Reason.IDEMPOTENCY_CONFLICT, Reason.CLIENT_CANCEL, Reason.SLOW_READER,
     )),
 })  # fmt: skip
 
@@ -116,11 +117,11 @@ class Chance:
         if passing.source[0] == "c" or passing.target[0] == "c":
             return ARRIVES
         rng = self._rng
-        if passing.kind == "call" and self.copy_p and passing.method.endswith(("/SubmitBatch", "/Cancel", "/Submit")):
-            if rng.random() < self.copy_p:
-                other = rng.randint(1, self.plan.workers)
-                address = f"w{other}:1" if passing.method.endswith("/SubmitBatch") else passing.pipe.address
-                return Fate(copies=((address, rng.uniform(0.0, 2.0)),))
+        copied = passing.kind == "call" and passing.method.endswith(("/SubmitBatch", "/Cancel", "/Submit"))
+        if copied and self.copy_p and rng.random() < self.copy_p:
+            other = rng.randint(1, self.plan.workers)
+            address = f"w{other}:1" if passing.method.endswith("/SubmitBatch") else passing.pipe.address
+            return Fate(copies=((address, rng.uniform(0.0, 2.0)),))
         if self.reset_p and rng.random() < self.reset_p:
             return Fate(reset_before=True) if rng.random() < 0.5 else Fate(reset_after=True)
         return ARRIVES

@@ -142,7 +142,7 @@ class Checks:
                 estimate = worker.estimate(self._world.artefact)
                 holds = node.parts.door.loads.current()
                 if (estimate.requests, estimate.kv_reserved) != (holds.requests, holds.kv_tokens_reserved):
-                    yield f"INV-3: {estimate.requests} requests estimated at {worker.address}, {holds.requests} are there"
+                    yield f"INV-3: {estimate.requests} estimated at {worker.address}, {holds.requests} are there"
 
     def _left_at_worker(self, worker: WorkerParts) -> Iterator[str]:
         holdings: Any = worker.door._holdings
@@ -151,9 +151,8 @@ class Checks:
         if worker.door.retained_bytes:
             yield f"{worker.door.retained_bytes} bytes kept"
         engine = worker.supervisor.engine
-        if engine is not None:
-            if engine.scheduler.requests or engine.scheduler.pool.counts.used:
-                yield f"{len(engine.scheduler.requests)} in the engine, {engine.scheduler.pool.counts.used} blocks"
+        if engine is not None and (engine.scheduler.requests or engine.scheduler.pool.counts.used):
+            yield f"{len(engine.scheduler.requests)} in the engine, {engine.scheduler.pool.counts.used} blocks"
 
     def limits_left(self) -> list[str]:
         """Leases of limits that nobody gave back."""

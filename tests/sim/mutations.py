@@ -18,7 +18,7 @@ from router import dispatcher
 from shared import wire
 from shared.state import Script
 from tests.sim.scenarios import SCENARIOS, play
-from workers.door import delivery, engine_side, execution, fencing, holdings, hello, intake, outlets, stream
+from workers.door import delivery, engine_side, execution, fencing, hello, holdings, intake, outlets, stream
 from workers.door import gateway_side as door_gateways
 
 Patch = tuple[Any, str, Any]

@@ -42,6 +42,7 @@ SCENARIOS: dict[str, dict[str, Scene]] = {}
 
 def play(scene: Scene, seed: int = SEED, *, keep_log: bool = False) -> World:
     """Raises what went wrong."""
+
     async def story(world: World) -> None:
         await world.ready()
         await asyncio.sleep(0.5)
@@ -156,7 +157,11 @@ async def _cancelled_by(world: World, client: Client) -> None:
 
 
 def _holders(world: World) -> list[str]:
-    return [node.name for node in world.of("worker") if node.process.alive and node.parts is not None and node.parts.door._holdings.live]
+    return [
+        node.name
+        for node in world.of("worker")
+        if node.process.alive and node.parts is not None and node.parts.door._holdings.live
+    ]
 
 
 def _retries(world: World) -> int:
@@ -488,7 +493,9 @@ async def a_worker_drains(world: World) -> None:
 })  # fmt: skip
 async def a_process_is_stopped(world: World, what: tuple[str, float]) -> None:
     name, for_s = what
-    clients = [_ask(world, max_tokens=200, prompt=(MARK, 200, 200, 1), choices=2, gateway=each) for each in ("g1", "g2")]
+    clients = [
+        _ask(world, max_tokens=200, prompt=(MARK, 200, 200, 1), choices=2, gateway=each) for each in ("g1", "g2")
+    ]
     await _until(lambda: all(_tokens(client) > 10 for client in clients))
     if name.startswith("w"):
         name = name.replace("w", _holders(world)[0])
@@ -620,7 +627,11 @@ async def deltas_are_told_only_when_they_are_kept(world: World, slow_s: float) -
     _finished(client)
 
 
-@_scenario(Plan(gateways=2, routers=1, workers=2, other_tokens=True, shape=Shape(step_s=0.06)), from_all=True, from_the_store=False)
+@_scenario(
+    Plan(gateways=2, routers=1, workers=2, other_tokens=True, shape=Shape(step_s=0.06)),
+    from_all=True,
+    from_the_store=False,
+)
 async def one_of_two_gateways_is_partitioned(world: World, everything: bool) -> None:
     """It goes on and may not say so: the other one owns the request once the lease has lapsed."""
     client = _ask(world, max_tokens=400, prompt=(MARK, 290, 1), window_s=30.0, others=("g1", "g2"))
