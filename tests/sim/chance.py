@@ -241,3 +241,11 @@ def random_world(seed: int, *, keep_log: bool = False) -> World:
         await chance.story(world)
 
     return run(seed, replace(chance.plan, keep_log=keep_log), story)
+
+
+def lived(seed: int) -> tuple[int, str, str]:
+    """(seed, digest of its history, what went wrong: empty if nothing)."""
+    try:
+        return seed, random_world(seed).digest, ""
+    except Exception as error:
+        return seed, "", f"{type(error).__name__}: {error}"
