@@ -204,7 +204,10 @@ class Chance:
                 allowed = allowed | {LEFT}
             if client.ask.breaks_s is not None and not client.ask.key:
                 allowed = allowed | {BROKEN}
-            if client.ask.key and any("then empty" in event for event in world.events):
+            emptied = any("then empty" in event for event in world.events)
+            if emptied and client.returns:
+                allowed = allowed | {Reason.REQUEST_UNKNOWN.value}  # it had ended, and the store forgot its outputs
+            if emptied and client.ask.key:
                 allowed = allowed | {Reason.STATE_AWAY.value}  # it may have run before, and nobody knows
             if client.ask.cancels_s is not None:
                 allowed = allowed | {Reason.CLIENT_CANCEL.value}
