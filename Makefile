@@ -81,7 +81,9 @@ $(MODEL)/manifest.json: | $(VENV)/.packages kernels
 
 ##@ Test
 
-.PHONY: test test-quick test-e2e bench
+SEEDS ?= 1000
+
+.PHONY: test test-quick test-e2e test-sim test-sim-mutations bench
 test: setup ## the whole suite
 	@$(RUN) -m pytest tests
 
@@ -90,6 +92,13 @@ test-quick: setup ## unit and property tests
 
 test-e2e: setup ## the tests that run a whole mesh of real processes
 	@$(RUN) -m pytest tests/e2e
+
+test-sim: setup ## the mesh on virtual time: the named races, then random worlds (SEEDS=)
+	@$(RUN) -m pytest tests/sim -q -m "not mutations" -k "not random"
+	@$(RUN) -m tests.sim --seeds $(SEEDS)
+
+test-sim-mutations: setup ## break each rule of the wire on purpose: a named race must fail
+	@$(RUN) -m tests.sim.mutations
 
 bench: setup ## the engine alone, then the whole mesh, on this machine; results in tests/bench/results
 	@$(RUN) -m tests.bench.engine_cpu

@@ -170,6 +170,9 @@ class Upstream:
             del self._waiting[attempt]
 
     def _router_lost(self, address: str) -> None:
+        """Whom it leaves without an answer goes to another router; where there is none, it may yet wake up."""
+        if not any(other != address for other in self._routers.usable()):
+            return
         for attempt, asked in list(self._waiting.items()):
             if asked == address:
                 self._refused(attempt, Kind.UNREACHED, message="the router is silent")

@@ -83,8 +83,8 @@ class Catalog:
 
 
 def merge(fleet: Fleet) -> list[common_pb2.ModelVersion]:
-    """One entry per (model, version, artefact, tokenizer), ordered by name: `ready_replicas` counted, `features` those of
-    any worker (an older one answers Mismatch, and another is asked)."""
+    """One entry per (model, version, artefact, tokenizer), ordered by name: `ready_replicas` counted, `features` those
+    of any worker (an older one that lacks some answers Mismatch, and another is asked)."""
     merged: dict[tuple[str, str, str, str], common_pb2.ModelVersion] = {}
     for worker in fleet.distinct():
         for version in worker.versions.values():

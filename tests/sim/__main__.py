@@ -12,18 +12,10 @@ import time
 import traceback
 from collections.abc import Iterable, Sequence
 
-from tests.sim.chance import random_world
+from tests.sim.chance import lived, random_world
 from tests.sim.scenarios import SCENARIOS, play
 
 CHUNK = 25
-
-
-def lived(seed: int) -> tuple[int, str, str]:
-    """(seed, digest of its history, what went wrong: empty if nothing)."""
-    try:
-        return seed, random_world(seed).digest, ""
-    except Exception as error:
-        return seed, "", f"{type(error).__name__}: {error}"
 
 
 def many(seeds: Sequence[int], processes: int) -> Iterable[tuple[int, str, str]]:
@@ -51,7 +43,7 @@ def _run_many(seeds: Sequence[int], processes: int) -> int:
 def _run_one(seed: int, log: str) -> int:
     from tests.sim import chance
 
-    world = chance.last = None
+    world = None
     try:
         world = random_world(seed, keep_log=True)
     except Exception:

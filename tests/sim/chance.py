@@ -24,8 +24,9 @@ WILD_REASONS: Final = frozenset({
     *(FINISHED, LEFT, BROKEN),
     *(reason.value for reason in (
         Reason.POISON_SUSPECTED, Reason.WORKER_LOST, Reason.NO_REPLICA, Reason.DRAINING, Reason.OUTCOME_UNKNOWN,
-        Reason.QUEUE_EXPIRED, Reason.RUN_EXPIRED, Reason.MOVED, Reason.STATE_AWAY, Reason.OWNER_LOST, Reason.OWNER_MOVED,
-        Reason.REQUEST_UNKNOWN, Reason.IDEMPOTENCY_CONFLICT, Reason.CLIENT_CANCEL, Reason.SLOW_READER, Reason.VERSION_GONE,
+        Reason.QUEUE_EXPIRED, Reason.RUN_EXPIRED, Reason.MOVED, Reason.STATE_AWAY, Reason.OWNER_LOST,
+        Reason.OWNER_MOVED, Reason.VERSION_GONE,
+        Reason.REQUEST_UNKNOWN, Reason.IDEMPOTENCY_CONFLICT, Reason.CLIENT_CANCEL, Reason.SLOW_READER,
     )),
 })  # fmt: skip
 
@@ -77,6 +78,7 @@ class Chance:
         world.net.tap = lambda _passing: ARRIVES
         self._judge(world)
         await world.settled()
+        world.checks.outputs_agree()
         self._judge_store(world)
 
     # What is asked.
@@ -115,11 +117,11 @@ class Chance:
         if passing.source[0] == "c" or passing.target[0] == "c":
             return ARRIVES
         rng = self._rng
-        if passing.kind == "call" and self.copy_p and passing.method.endswith(("/SubmitBatch", "/Cancel", "/Submit")):
-            if rng.random() < self.copy_p:
-                other = rng.randint(1, self.plan.workers)
-                address = f"w{other}:1" if passing.method.endswith("/SubmitBatch") else passing.pipe.address
-                return Fate(copies=((address, rng.uniform(0.0, 2.0)),))
+        copied = passing.kind == "call" and passing.method.endswith(("/SubmitBatch", "/Cancel", "/Submit"))
+        if copied and self.copy_p and rng.random() < self.copy_p:
+            other = rng.randint(1, self.plan.workers)
+            address = f"w{other}:1" if passing.method.endswith("/SubmitBatch") else passing.pipe.address
+            return Fate(copies=((address, rng.uniform(0.0, 2.0)),))
         if self.reset_p and rng.random() < self.reset_p:
             return Fate(reset_before=True) if rng.random() < 0.5 else Fate(reset_after=True)
         return ARRIVES
@@ -202,7 +204,10 @@ class Chance:
                 allowed = allowed | {LEFT}
             if client.ask.breaks_s is not None and not client.ask.key:
                 allowed = allowed | {BROKEN}
-            if client.ask.key and any("then empty" in event for event in world.events):
+            emptied = any("then empty" in event for event in world.events)
+            if emptied and client.returns:
+                allowed = allowed | {Reason.REQUEST_UNKNOWN.value}  # it had ended, and the store forgot its outputs
+            if emptied and client.ask.key:
                 allowed = allowed | {Reason.STATE_AWAY.value}  # it may have run before, and nobody knows
             if client.ask.cancels_s is not None:
                 allowed = allowed | {Reason.CLIENT_CANCEL.value}
@@ -239,3 +244,11 @@ def random_world(seed: int, *, keep_log: bool = False) -> World:
         await chance.story(world)
 
     return run(seed, replace(chance.plan, keep_log=keep_log), story)
+
+
+def lived(seed: int) -> tuple[int, str, str]:
+    """(seed, digest of its history, what went wrong: empty if nothing)."""
+    try:
+        return seed, random_world(seed).digest, ""
+    except Exception as error:
+        return seed, "", f"{type(error).__name__}: {error}"

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Final
 
+from gateway import custody
 from router.policy import Candidate
 from shared.records import terminal
 from shared.state import MAX_BEHIND
@@ -141,7 +142,7 @@ class Checks:
                 estimate = worker.estimate(self._world.artefact)
                 holds = node.parts.door.loads.current()
                 if (estimate.requests, estimate.kv_reserved) != (holds.requests, holds.kv_tokens_reserved):
-                    yield f"INV-3: {estimate.requests} requests estimated at {worker.address}, {holds.requests} are there"
+                    yield f"INV-3: {estimate.requests} estimated at {worker.address}, {holds.requests} are there"
 
     def _left_at_worker(self, worker: WorkerParts) -> Iterator[str]:
         holdings: Any = worker.door._holdings
@@ -150,9 +151,8 @@ class Checks:
         if worker.door.retained_bytes:
             yield f"{worker.door.retained_bytes} bytes kept"
         engine = worker.supervisor.engine
-        if engine is not None:
-            if engine.scheduler.requests or engine.scheduler.pool.counts.used:
-                yield f"{len(engine.scheduler.requests)} in the engine, {engine.scheduler.pool.counts.used} blocks"
+        if engine is not None and (engine.scheduler.requests or engine.scheduler.pool.counts.used):
+            yield f"{len(engine.scheduler.requests)} in the engine, {engine.scheduler.pool.counts.used} blocks"
 
     def limits_left(self) -> list[str]:
         """Leases of limits that nobody gave back."""
@@ -161,6 +161,16 @@ class Checks:
             fields = self._world.redis._data[key]
             found += [f"{key} {name}" for name in sorted(fields) if name.startswith("l:")]
         return found
+
+    def outputs_agree(self) -> None:
+        """What was kept of a request is one transcript, whoever wrote it."""
+        for key in self._world.redis.keys("tl:out:"):
+            said: dict[tuple[int, int], int] = {}
+            for _, (name, value) in self._world.redis._data[key]:
+                for run in custody._unframed(value) if name == "r" else ():
+                    for place, token in enumerate(run.ids, run.start):
+                        known = said.setdefault((run.choice, place), token)
+                        assert known == token, f"{key}: choice {run.choice} has {known} and {token} at {place}"
 
     def open_records(self) -> list[str]:
         """Records that say of a request that it goes on."""

@@ -1,4 +1,4 @@
-"""The real engine, scheduler and block pool with a model that is a hash and steps that take set times; and who keeps it.
+"""The real engine, scheduler and block pool with a model that is a hash and steps that take set times, and its keeper.
 
 Owns the model's law: a token is a function of (salt, seed, choice, all ids before it), so that one lost, doubled or
 foreign token changes everything after it. The one rule: an engine's step begins and ends at different moments, and what

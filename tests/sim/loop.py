@@ -141,7 +141,9 @@ class SimLoop(base_events.BaseEventLoop):
 
     def call_at(self, when: float, callback: Any, *args: Any, context: Any = None) -> events.TimerHandle:  # type: ignore[override]
         """Run it then; equal times in the order of asking."""
-        when = math.ceil(when * TICKS) / TICKS  # never early by a rounding error: who asks for `due - now` may rely on it
+        when = (
+            math.ceil(when * TICKS) / TICKS
+        )  # never early by a rounding error: who asks for `due - now` may rely on it
         timer = events.TimerHandle(when, callback, args, self, context)
         heapq.heappush(self._timers, (when, next(self._numbers), timer))
         return timer

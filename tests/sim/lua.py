@@ -1,4 +1,4 @@
-"""The few words of Lua that our scripts for the store use, turned into Python: the simulation runs the scripts themselves.
+"""The few words of Lua that our scripts for the store use, turned into Python: what runs are the scripts themselves.
 
 Owns the translation. The one rule: what is not understood raises SyntaxError at once; nothing is guessed. Tables are
 dicts with keys from 1, nil is None; numbers that are whole stay integers.

@@ -18,7 +18,7 @@ from router import dispatcher
 from shared import wire
 from shared.state import Script
 from tests.sim.scenarios import SCENARIOS, play
-from workers.door import delivery, engine_side, execution, fencing, holdings, hello, intake, outlets, stream
+from workers.door import delivery, engine_side, execution, fencing, hello, holdings, intake, outlets, stream
 from workers.door import gateway_side as door_gateways
 
 Patch = tuple[Any, str, Any]
@@ -236,7 +236,7 @@ def _lazy_mark(self: Any, delivery_: Any, urgent: bool = False) -> None:
     self._dirty[delivery_] = None
 
 
-@_mutation("12", "a_stopped_gateway_does_not_blame_its_workers", "a_process_is_stopped")
+@_mutation("12", "a_machine_sleeps_and_nobody_blames_anybody", "a_process_is_stopped")
 def a_process_that_was_stopped_blames_its_peers() -> list[Patch]:
     return [(wire.LoopLag, "lag_s", lambda self: 0.0)]
 
@@ -317,15 +317,15 @@ def _without(script: Any, line: str, instead: str = "") -> Script:
 @_mutation("take-over", "one_of_two_gateways_is_partitioned")
 def an_owner_that_was_robbed_still_writes() -> list[Patch]:
     return [
-        (custody, "_APPEND", _without(custody._APPEND, "if held[1] ~= ARGV[3] then return 0 end")),
-        (custody, "_HOLD", _without(custody._HOLD, "held[1] ~= ARGV[3] or ")),
+        (custody, "_APPEND", _without(custody._APPEND, "held[1] ~= ARGV[3]", "false")),
+        (custody, "_HOLD", _without(custody._HOLD, "held[1] ~= ARGV[3]", "false")),
     ]
 
 
 @_mutation("take-over", "a_live_owner_is_followed_and_not_robbed")
 def a_live_owner_is_robbed() -> list[Patch]:
     return [
-        (custody, "_TAKE_OVER", _without(custody._TAKE_OVER, " or tonumber(held[3]) > now")),
+        (custody, "_TAKE_OVER", _without(custody._TAKE_OVER, "tonumber(held[3]) > now", "false")),
         (custody, "_FOLLOW", _without(custody._FOLLOW, "(rank < 3 and lease <= now) and 1 or 0", "1")),
     ]
 

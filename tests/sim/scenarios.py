@@ -42,6 +42,7 @@ SCENARIOS: dict[str, dict[str, Scene]] = {}
 
 def play(scene: Scene, seed: int = SEED, *, keep_log: bool = False) -> World:
     """Raises what went wrong."""
+
     async def story(world: World) -> None:
         await world.ready()
         await asyncio.sleep(0.5)
@@ -49,6 +50,7 @@ def play(scene: Scene, seed: int = SEED, *, keep_log: bool = False) -> World:
         await world.answered()
         world.net.tap = lambda _passing: ARRIVES
         await world.settled()
+        world.checks.outputs_agree()
 
     return run(seed, replace(scene.plan, keep_log=keep_log), story)
 
@@ -155,7 +157,11 @@ async def _cancelled_by(world: World, client: Client) -> None:
 
 
 def _holders(world: World) -> list[str]:
-    return [node.name for node in world.of("worker") if node.process.alive and node.parts is not None and node.parts.door._holdings.live]
+    return [
+        node.name
+        for node in world.of("worker")
+        if node.process.alive and node.parts is not None and node.parts.door._holdings.live
+    ]
 
 
 def _retries(world: World) -> int:
@@ -374,7 +380,7 @@ async def first_tokens_and_ends_are_told_at_once(world: World) -> None:
     assert client.ended - client.began < 0.3, "the end was held back"
 
 
-@_scenario(ONE)
+@_scenario(Plan(gateways=1, routers=1, workers=1, shape=Shape(step_s=0.002)))
 async def a_stop_string_ends_a_choice_at_its_worker(world: World) -> None:
     client = _ask(world, stops=("e",), prompt=(MARK, 290, 290, 8), seed=3, max_tokens=400, choices=2)
     await _end(client)
@@ -382,7 +388,8 @@ async def a_stop_string_ends_a_choice_at_its_worker(world: World) -> None:
     await asyncio.sleep(0.3)
     assert not _holders(world), "the worker goes on after the stop"
     longest = max(map(len, client.said.ids.values()))
-    assert client.ended - client.began < 0.3 + 0.0125 * longest, "the worker was not told of the stop"
+    steps = world.nodes["w1"].parts.supervisor.engine.engine.steps
+    assert steps < longest + 30 < 250, f"{steps} steps for {longest} tokens: the worker was not told of the stop"
 
 
 @_scenario(ONE, queued=0.05, running=0.8)
@@ -486,7 +493,9 @@ async def a_worker_drains(world: World) -> None:
 })  # fmt: skip
 async def a_process_is_stopped(world: World, what: tuple[str, float]) -> None:
     name, for_s = what
-    clients = [_ask(world, max_tokens=200, prompt=(MARK, 200, 200, 1), choices=2, gateway=each) for each in ("g1", "g2")]
+    clients = [
+        _ask(world, max_tokens=200, prompt=(MARK, 200, 200, 1), choices=2, gateway=each) for each in ("g1", "g2")
+    ]
     await _until(lambda: all(_tokens(client) > 10 for client in clients))
     if name.startswith("w"):
         name = name.replace("w", _holders(world)[0])
@@ -501,13 +510,13 @@ async def a_process_is_stopped(world: World, what: tuple[str, float]) -> None:
         assert max(client.ended for client in clients) < began + 12, "a worker that stands still was waited for"
 
 
-@_scenario(Plan(gateways=1, routers=1, workers=2, shape=Shape(step_s=0.45)), **_each((0.05, 0.15, 0.25, 0.35)))
-async def a_stopped_gateway_does_not_blame_its_workers(world: World, after_s: float) -> None:
-    """It is stopped at a moment when no message is under way: what it does first when it wakes is judge."""
-    client = _ask(world, max_tokens=30)
-    await _until(lambda: _tokens(client) > 5)
-    await asyncio.sleep(after_s)
-    world.stop("g1", 6.0)
+@_scenario(SMALL, **_each((6.0, 12.0)))
+async def a_machine_sleeps_and_nobody_blames_anybody(world: World, for_s: float) -> None:
+    """Every process is stopped at once: when they wake nothing is in any buffer, and the silence was everybody's."""
+    client = _ask(world, max_tokens=400, prompt=(MARK, 290, 290, 1), choices=2)
+    await _until(lambda: _tokens(client) > 10)
+    for name in ("g1", "r1", "w1", "w2", "w1.e", "w2.e"):
+        world.stop(name, for_s)
     await _end(client)
     _finished(client)
     (gateway,) = world.living("gateway")
@@ -618,16 +627,20 @@ async def deltas_are_told_only_when_they_are_kept(world: World, slow_s: float) -
     _finished(client)
 
 
-@_scenario(Plan(gateways=2, routers=1, workers=2, other_tokens=True), from_all=True, from_the_store=False)
+@_scenario(
+    Plan(gateways=2, routers=1, workers=2, other_tokens=True, shape=Shape(step_s=0.06)),
+    from_all=True,
+    from_the_store=False,
+)
 async def one_of_two_gateways_is_partitioned(world: World, everything: bool) -> None:
     """It goes on and may not say so: the other one owns the request once the lease has lapsed."""
     client = _ask(world, max_tokens=400, prompt=(MARK, 290, 1), window_s=30.0, others=("g1", "g2"))
     await _until(lambda: _tokens(client) > 10)
-    world.cut("g1", "store", 14.0)
+    world.cut("g1", "store", 9.0)
     if everything:
         for other in ("r1", "w1", "w2", "g2"):
-            world.cut("g1", other, 14.0)
-        world.cut("g1", "c1", 14.0)
+            world.cut("g1", other, 9.0)
+        world.cut("g1", "c1", 9.0)
     world.reset("g1", "c1")
     await _end(client)
     _finished(client)

@@ -16,8 +16,8 @@ from redis import exceptions
 from shared.clock import Clock
 from shared.ids import Rng
 from shared.state import Store
-from tests.sim.lua import compiled
 from tests.sim.loop import SimLoop
+from tests.sim.lua import compiled
 
 
 class SimRedis:

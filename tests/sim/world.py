@@ -336,7 +336,7 @@ class World:
         server = SimServer(self.net, process, f"{node.name}:1", clock, public=True)
         service = InferenceService(
             SimAuthenticator(),  # type: ignore[arg-type]
-            core.generations, core.embeddings, core.catalog, core.lookup,
+            core.generations, core.embeddings, core.catalog, core.lookup, TRACER,
         )  # fmt: skip
         inference_pb2_grpc.add_InferenceServiceServicer_to_server(service, server)
         internal = SimServer(self.net, process, f"{node.name}:2", clock, public=False)

@@ -31,7 +31,7 @@ class EngineSide:
         self._loads = loads
         self._observer = observer
         self._clock = clock
-        self._heard_at = self._moved_at = self._step_began = clock.monotonic()
+        self._heard_at = self._moved_at = self._looked_at = self._step_began = clock.monotonic()
         self._longest_ms = 0.0  # step of this engine's life: what was a step once is no stall now
 
     def up(self, served: Served, capacity: Capacity, send: Send) -> None:
@@ -39,7 +39,7 @@ class EngineSide:
         self._holdings.engine_up(served, capacity, send)
         self._loads.served, self._loads.engine = served, _unused(served)
         self._loads.changed()
-        self._heard_at = self._moved_at = self._clock.monotonic()
+        self._heard_at = self._moved_at = self._looked_at = self._clock.monotonic()
         self._longest_ms = 0.0
 
     def down(self, message: str) -> None:
@@ -65,15 +65,17 @@ class EngineSide:
     def stalled(self, loop_lag_s: float) -> bool:
         """Work waits and the engine makes no step (rule 12). Ask often: time counts from when work was first seen
         waiting, and a lag of our own restarts it."""
-        now = self._clock.monotonic()
+        now = self._looked_at = self._clock.monotonic()
+        if loop_lag_s > HEARTBEAT_S:
+            self._heard_at = now
         if loop_lag_s > HEARTBEAT_S or not self._work_waits:
             self._moved_at = now
         return engine_stalled(tick_age_s=now - self._moved_at, max_step_s=self._longest_ms / 1e3, work_waits=True)
 
     @property
     def pulse(self) -> Pulse:
-        """Its progress, for heartbeats."""
-        return Pulse(int((self._clock.monotonic() - self._heard_at) * 1e3), self._holdings.step)
+        """Its progress, for heartbeats. Its age is counted up to the last look: a door that has just woken has not."""
+        return Pulse(max(0, int((self._looked_at - self._heard_at) * 1e3)), self._holdings.step)
 
     @property
     def _work_waits(self) -> bool:
