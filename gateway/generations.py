@@ -158,8 +158,13 @@ class Generations:
                 ) from exc
             raise
         with self._viewing(follower.head, follower.log) as view:
-            if place is not None:
-                view.seek(place, cursor)
+            try:
+                if place is not None:
+                    view.seek(place, cursor)
+            except TrunklineError as exc:
+                if exc.reason is Reason.RESUME_DIVERGED and self._custody.forgot(_RESTORE_S):
+                    raise StateAway from exc  # its owner is telling the store again what the client has
+                raise
             async with follower.following(view):
                 yield view
 

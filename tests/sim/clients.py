@@ -189,7 +189,7 @@ class Client:
             task = asyncio.current_task()
             if task is not None and task.cancelling():
                 raise
-            self.outcome = BROKEN  # by ourselves
+            self.outcome = FINISHED if self.said.finished is not None else BROKEN  # by ourselves
         else:
             self.outcome = FINISHED
             assert self.said.finished is not None, "the stream ended without Finished"
