@@ -11,7 +11,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, Final
 
-from gateway import attempt, course, custody, generation, journal, links, transcript, upstream
+from gateway import attempt, course, custody, generation, journal, link, links, transcript, upstream
 from gateway.attempt import Attempt, Kind
 from gateway.transcript import Fit
 from router import dispatcher
@@ -263,7 +263,7 @@ def a_lost_stream_is_a_lost_worker() -> list[Patch]:
 @_mutation("12", "a_process_is_stopped")
 def an_engine_that_stands_still_is_waited_for() -> list[Patch]:
     never = lambda **_: False  # noqa: E731
-    return [(engine_side, "engine_stalled", never), (links, "engine_stalled", never)]
+    return [(engine_side, "engine_stalled", never), (link, "engine_stalled", never)]
 
 
 @_mutation("13", "a_request_that_ends_its_workers_is_given_up")
@@ -335,8 +335,9 @@ def a_lapsed_lease_is_never_taken_over() -> list[Patch]:
     return [(custody, "_FOLLOW", _without(custody._FOLLOW, "(rank < 3 and lease <= now) and 1 or 0", "0"))]
 
 
-@_mutation("take-over", "gateway_and_worker_die_together_and_the_next_draws_other_tokens",
-           "one_of_two_gateways_is_partitioned")  # fmt: skip
+@_mutation(
+    "take-over", "a_live_owner_is_followed_and_not_robbed", "one_of_two_gateways_is_partitioned"
+)  # fmt: skip
 def a_cursor_is_not_checked() -> list[Patch]:
     def skip(self: Any, places: Any, runs: Any) -> None:
         for run in runs:
