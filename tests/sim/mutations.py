@@ -9,16 +9,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any
 
-from gateway import attempt, course, custody, generation, journal, link, links, transcript, upstream
-from gateway.attempt import Attempt, Kind
+from gateway import course, custody, journal, link, links, transcript
+from gateway.attempt import Attempt
 from gateway.transcript import Fit
 from router import dispatcher
 from shared import wire
 from shared.state import Script
 from tests.sim.scenarios import SCENARIOS, play
-from workers.door import delivery, engine_side, execution, fencing, hello, holdings, intake, outlets, stream
+from workers.door import delivery, engine_side, execution, fencing, holdings, stream
 from workers.door import gateway_side as door_gateways
 
 Patch = tuple[Any, str, Any]
@@ -347,9 +347,6 @@ def a_cursor_is_not_checked() -> list[Patch]:
             choice.take(self._tokenizer)
 
     return [(transcript.Transcript, "skip", skip)]
-
-
-_UNUSED: Final = (attempt, generation, hello, intake, outlets, upstream, Kind)
 
 
 def main() -> int:
