@@ -70,7 +70,7 @@ class Admission:
         store_now_us: Callable[[], int] | None = None,
         idem_ttl_s: int = 24 * 3600,
     ) -> None:
-        self.idem_ttl_s = idem_ttl_s
+        self._idem_ttl_s = idem_ttl_s
         self._store = store
         self._clock = clock
         self._gateways = gateways
@@ -137,7 +137,7 @@ class Admission:
         if claims is not None:
             key, body = claims
             names.append(keys.idem(tenant, key))
-            arguments += [body.hex(), self.idem_ttl_s]
+            arguments += [body.hex(), self._idem_ttl_s]
         reserve: Write = (SCRIPT, names, arguments)
         *_, answer = await self._store.run_all([owned, reserve] if owned else [reserve])
         if answer[0] == 1:

@@ -40,7 +40,7 @@ def _script(name: str) -> Script:
 
 
 _CLAIM, _HOLD, _APPEND, _TAKE_OVER = _script("claim"), _script("hold"), _script("append"), _script("take_over")
-_FOLLOW, _SWEEP, _OWNERS = _script("follow"), _script("sweep"), _script("owners")
+_FOLLOW, _SWEEP, _OWNERS, _KEY = _script("follow"), _script("sweep"), _script("owners"), _script("key")
 _OWN: Final = Script("redis.call('SADD', KEYS[1], ARGV[1]) return redis.call('EXPIRE', KEYS[1], ARGV[2])")
 _DISOWN: Final = Script("return redis.call('SREM', KEYS[1], ARGV[1])")
 _KEEP: Final = Script("return redis.call('EXPIRE', KEYS[1], ARGV[1])")
@@ -124,11 +124,17 @@ class Swept:
 class Custody:
     """Each method is one round trip and raises StateAway, but for those that say they write behind.
 
-    `store_now_ms` replaces the store's own clock where time is simulated; milliseconds, never 0.
+    `store_now_ms` replaces the store's own clock where time is simulated; milliseconds, never 0. `idem_ttl_s`: for
+    which an idempotency key stands for its request.
     """
 
     def __init__(
-        self, store: Store, identity: Identity, clock: Clock, store_now_ms: Callable[[], int] | None = None
+        self,
+        store: Store,
+        identity: Identity,
+        clock: Clock,
+        store_now_ms: Callable[[], int] | None = None,
+        idem_ttl_s: int = 24 * 3600,
     ) -> None:
         self._store = store
         self._clock = clock
@@ -138,6 +144,7 @@ class Custody:
         self._id = identity.id
         self._ginc = incarnation_text(identity.incarnation)
         self._now_ms = store_now_ms or (lambda: 0)
+        self._idem_ttl_s = idem_ttl_s
 
     def forgot(self, within_s: float) -> bool:
         """The store came back empty so lately: what it does not know may have been."""
@@ -170,8 +177,12 @@ class Custody:
     # Resumable requests, by their owner.
 
     async def claim(self, request_id: str, tenant: str, stamp: Stamp, plan: Plan, budget_ms: int, window_ms: int,
-                    record: Mapping[str, str | int]) -> bool:  # fmt: skip
-        """Write its record with everything it takes to go on with it elsewhere; False if another has taken it over."""
+                    record: Mapping[str, str | int], key: tuple[str, bytes] | None = None) -> bool:  # fmt: skip
+        """Write its record with everything it takes to go on with it elsewhere; False if another has taken it over.
+
+        `key`: the idempotency key that the store forgot with it, and the hash of its body; False also if that stands
+        for another request by now.
+        """
         fields: dict[str, str | int] = {
             "attempt": stamp[1],
             "rank": 1,
@@ -183,8 +194,13 @@ class Custody:
         }
         head: list[str | int] = [self._now_ms(), LEASE_MS, budget_ms, stamp[0], self._ginc, LIVE_TTL_S]
         claim: Write = (_CLAIM, [keys.req(request_id)], [*head, *_flat(fields)])
-        answers = await self._store.run_all([self.owned(request_id, tenant), claim])
-        return bool(answers[1])
+        writes = [self.owned(request_id, tenant), claim]
+        if key is not None:
+            writes.append((_KEY, [keys.idem(tenant, key[0])], [request_id, key[1].hex(), self._idem_ttl_s]))
+        _, claimed, *stands = await self._store.run_all(writes)
+        if claimed and not all(stands):
+            self.unclaim(request_id, tenant)
+        return bool(claimed) and all(stands)
 
     def unclaim(self, request_id: str, tenant: str) -> None:
         """It was not admitted. Written behind."""

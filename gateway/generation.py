@@ -33,6 +33,9 @@ from trunkline.inference.v1 import inference_pb2
 from trunkline.router.v1 import router_pb2
 from trunkline.worker.v1 import worker_pb2
 
+# From when on keys are taken by a store that came back empty: every owner has told it again by then (a lease's life and
+# more), and workers have let go of what dead owners left (ORPHAN_GRACE_S), so that no second run meets the first.
+_KEYS_S: Final = 15.0
 _WORDS: Final = {common_pb2.FINISH_REASON_STOP: "stop", common_pb2.FINISH_REASON_LENGTH: "length"}
 
 
@@ -178,12 +181,13 @@ class Generation(Request):
 
     async def _claim(self) -> None:
         if self.journal is not None:
-            if self.spec.idempotency_key and self.parts.custody.forgot(self.parts.admission.idem_ttl_s):
-                raise StateAway  # it may have run, and nobody knows
+            if self.spec.idempotency_key and self.parts.custody.forgot(_KEYS_S):
+                raise StateAway  # its request may be running, and its owner is still to say so
             self._owned = True
             await self.journal.claim()
 
-    def _claims(self) -> tuple[str, bytes] | None:
+    def claims(self) -> tuple[str, bytes] | None:
+        """Its idempotency key and the hash of its body."""
         key = self.spec.idempotency_key
         return (key, body_hash(self.spec)) if key else None
 
@@ -217,7 +221,8 @@ class Generation(Request):
     async def renew(self) -> None:
         """For another version, and so with another plan."""
         await super().renew()
-        await self._claim()
+        if self.journal is not None:
+            await self.journal.claim()
 
     def head(self) -> Head:
         """What a view needs to know of it."""

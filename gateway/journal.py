@@ -80,6 +80,10 @@ class Owner(Protocol):
         """What a claim writes: (epoch, attempt) now, plan, ms left, fields of the record."""
         ...
 
+    def claims(self) -> tuple[str, bytes] | None:
+        """Its idempotency key and the hash of its body."""
+        ...
+
     def cancel(self, reason: Reason) -> None:
         """End it: OWNER_MOVED says that another gateway owns it and that nothing of it may be settled here."""
         ...
@@ -110,11 +114,14 @@ class Journal:
 
     # The owner's.
 
-    async def claim(self) -> None:
-        """Write the record and its plan. Raises StateAway, OwnerMoved."""
+    async def claim(self, again: bool = False) -> None:
+        """Write the record and its plan; `again`, since the store forgot them, with its key. Raises StateAway,
+        OwnerMoved."""
         stamp, plan, budget_ms, record = self.owner.plan()
         window_ms = round(self.window_s * 1000)
-        if not await self._hub.custody.claim(self.owner.id, self.tenant, stamp, plan, budget_ms, window_ms, record):
+        key = self.owner.claims() if again else None
+        claim = self._hub.custody.claim
+        if not await claim(self.owner.id, self.tenant, stamp, plan, budget_ms, window_ms, record, key):
             raise OwnerMoved
         self.open()
 
@@ -324,12 +331,12 @@ class Journals:
     async def _claim_lost(self) -> None:
         for journal in list(self._lost):
             try:
-                await journal.claim()
+                await journal.claim(again=True)
             except StateAway:
                 raise
             except TrunklineError:
+                journal.abandon()
                 journal.owner.cancel(Reason.OWNER_MOVED)
-                self.close(journal)
             else:
                 journal.rewrite()
                 self._lost.pop(journal, None)

@@ -255,8 +255,8 @@ class Request(ABC):
     async def _claim(self) -> None:  # noqa: B027 - most have nothing to claim
         """What goes before the reservation."""
 
-    def _claims(self) -> tuple[str, bytes] | None:
-        """The idempotency key and what it stands for."""
+    def claims(self) -> tuple[str, bytes] | None:
+        """The idempotency key and the hash of the body that it stands for."""
         return None
 
     def _abandon(self) -> None:
@@ -278,7 +278,7 @@ class Request(ABC):
         self._owned = True
         owned = self.parts.custody.owned(self.id, self.principal.tenant)
         reserving = asyncio.get_running_loop().create_task(
-            self.parts.admission.reserve(self.principal, self.model, self.id, most, ttl_s, owned, self._claims())
+            self.parts.admission.reserve(self.principal, self.model, self.id, most, ttl_s, owned, self.claims())
         )
         try:
             return await asyncio.shield(reserving)
@@ -320,6 +320,7 @@ class Request(ABC):
         moved = isinstance(error, OwnerMoved)
         if moved:
             self.parts.custody.leave(self.id)
+            self.parts.records.forget(self.id)
         else:
             self._settle()
             self.parts.custody.disown(self.id, self.principal.tenant)

@@ -1,4 +1,4 @@
-"""`python -m tests.sim --seeds N [--from A]`: random worlds over all processors; `--seed N`: one, with its history.
+"""`python -m tests.sim --seeds N [--first A]`: random worlds over all processors; `--seed N`: one, with its history.
 
 The one rule: whatever fails prints the command that lives through it again.
 """
@@ -71,7 +71,7 @@ def main() -> int:
     """See the module."""
     parser = argparse.ArgumentParser(prog="python -m tests.sim")
     parser.add_argument("--seeds", type=int, default=100)
-    parser.add_argument("--from", type=int, default=0, dest="first")
+    parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--seed", type=int)
     parser.add_argument("--scenario", choices=sorted(SCENARIOS))
     parser.add_argument("--processes", type=int, default=multiprocessing.cpu_count())

@@ -207,8 +207,6 @@ class Chance:
             emptied = any("then empty" in event for event in world.events)
             if emptied and client.returns:
                 allowed = allowed | {Reason.REQUEST_UNKNOWN.value}  # it had ended, and the store forgot its outputs
-            if emptied and client.ask.key:
-                allowed = allowed | {Reason.STATE_AWAY.value}  # it may have run before, and nobody knows
             if client.ask.cancels_s is not None:
                 allowed = allowed | {Reason.CLIENT_CANCEL.value}
             where = f"c{client.number} ended {client.outcome}: {client.message}"

@@ -112,8 +112,10 @@ class Client:
     ended: float = 0.0
     confirmed: bool | None = None
     returns: int = 0
-    _request_id: str = ""
+    refusals: int = 0  # STATE_AWAY
+    request_id: str = ""
     _cursor: str = ""
+    _unsent: bool = False  # the last call never left: no connection was to be had
 
     def start(self) -> asyncio.Task[None]:
         """Its process begins."""
@@ -141,11 +143,12 @@ class Client:
             cancelling.cancel()
 
     async def _stream(self) -> None:
-        """Ask; a client of a resumable request comes back until it is over or its time is."""
+        """Ask; a client of a resumable request comes back until it is over or its time is, and so does one whose call
+        never left: a connection may fail to come about for want of one packet."""
         try:
             await self._call(self._generate(self.ask.gateway))
             for turn in range(MOST_TURNS):
-                if not (self.ask.resumable and self._may_return()):
+                if not self._may_return():
                     return
                 await asyncio.sleep(0.2 + 0.1 * turn)
                 self.returns += 1
@@ -156,10 +159,11 @@ class Client:
             raise
 
     def _may_return(self) -> bool:
+        if self.world.loop.now - self.began > self.ask.deadline_s or self.outcome not in COME_BACK:
+            return False
         refused = self.outcome in (Reason.STATE_AWAY.value, Reason.DRAINING.value)  # then asking again is safe
-        known = self.ask.key or self._request_id or refused
-        late = self.world.loop.now - self.began > self.ask.deadline_s
-        return bool(known) and not late and self.outcome in COME_BACK
+        known = self.ask.key or self.request_id or refused
+        return self._unsent or bool(self.ask.resumable and known)
 
     def _generate(self, gateway: str) -> Any:
         stub = inference_pb2_grpc.InferenceServiceStub(self._channel(gateway))  # type: ignore[no-untyped-call]
@@ -167,16 +171,16 @@ class Client:
         return stub.Generate(request, metadata=self._metadata, timeout=self.ask.deadline_s + 5.0)
 
     def _again(self, gateway: str) -> Any:
-        if not self._request_id:
+        if not self.request_id:
             return self._generate(gateway)
         stub = inference_pb2_grpc.InferenceServiceStub(self._channel(gateway))  # type: ignore[no-untyped-call]
         self.said.started = None
-        request = pb.ResumeRequest(request_id=self._request_id, cursor=self._cursor)
+        request = pb.ResumeRequest(request_id=self.request_id, cursor=self._cursor)
         return stub.Resume(request, metadata=self._metadata, timeout=self.ask.deadline_s)
 
     async def _call(self, call: Any) -> None:
         """One stream, to its end."""
-        self.outcome = ""
+        self.outcome, self._unsent = "", False
         breaking = self._breaking(call) if self.ask.breaks_s is not None and not self.returns else None
         try:
             async for event in call:
@@ -205,8 +209,8 @@ class Client:
     def _take(self, event: Any) -> None:
         self.said.take(event)
         if event.HasField("started"):
-            assert self._request_id in ("", event.started.request_id), "INV-11: another request of the same key"
-            self._request_id = event.started.request_id
+            assert self.request_id in ("", event.started.request_id), "INV-11: another request of the same key"
+            self.request_id = event.started.request_id
         if event.HasField("delta"):
             self._cursor = event.delta.cursor
 
@@ -214,8 +218,10 @@ class Client:
         if self.said.finished is not None:  # the connection broke when all was said
             self.outcome = FINISHED
             return
+        self._unsent = (error.details() or "").startswith("failed to connect")
         found = from_rpc(error)
         self.message = found.message
+        self.refusals += found.reason is Reason.STATE_AWAY
         self.outcome = BROKEN if found.metadata.get("grpc") in ("UNAVAILABLE", "CANCELLED") else found.reason.value
 
     @property

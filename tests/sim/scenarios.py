@@ -584,6 +584,45 @@ async def a_resumable_request_outlives_a_store_that_comes_back_empty(world: Worl
     _finished(client)
 
 
+SLOW_STEPS: Final = Plan(gateways=2, routers=1, workers=2, other_tokens=True, shape=Shape(step_s=0.1))
+HALF_A_MINUTE: Final[dict[str, Any]] = {"max_tokens": 400, "prompt": (MARK, 290, 1)}  # with slow steps
+
+
+@_scenario(SLOW_STEPS)
+async def keys_outlive_a_store_that_comes_back_empty(world: World) -> None:
+    """No key is taken before owners have told the store again; then one in use leads to its request, and new ones are
+    taken."""
+    first = _ask(world, key="k", others=("g1", "g2"), **HALF_A_MINUTE)
+    await _until(lambda: _tokens(first) > 5)
+    world.store_away(0.5, empty=True)
+    await asyncio.sleep(0.6)
+    early = _ask(world, key="k", gateway="g2", others=("g2",), **HALF_A_MINUTE)
+    new = _ask(world, key="new", gateway="g2", others=("g2",), seed=9, max_tokens=5)
+    await asyncio.sleep(17.0)
+    late = _ask(world, key="k", gateway="g2", others=("g2",), **HALF_A_MINUTE)
+    await _end(first, early, new, late)
+    _finished(first, early, new, late)
+    assert len({client.request_id for client in (first, early, late)}) == 1, "INV-11: one key, two requests"
+    assert early.refusals > 3, "a key was taken that may have been in use"
+    assert new.ended - new.began < 25.0, "new keys are refused for too long"
+
+
+@_scenario(SLOW_STEPS)
+async def a_key_was_taken_while_its_owner_was_cut_off_from_a_store_that_forgot_it(world: World) -> None:
+    """The key decides: its first request, which nobody could know, is given up when its owner comes back."""
+    first = _ask(world, key="k", others=("g1",), **HALF_A_MINUTE)
+    await _until(lambda: _tokens(first) > 5)
+    world.cut("g1", "store", 20.0)
+    world.store_away(0.5, empty=True)
+    await asyncio.sleep(17.0)
+    second = _ask(world, key="k", gateway="g2", others=("g2",), **HALF_A_MINUTE)
+    await _end(first, second)
+    _finished(second)
+    assert first.outcome in (Reason.REQUEST_UNKNOWN.value, Reason.OWNER_MOVED.value), f"it ended {first.outcome}"
+    kept = world.redis.keys("tl:out:")
+    assert kept == [f"tl:out:{{{second.request_id}}}"], f"INV-11: one key, and outputs of {kept}"
+
+
 # Take-over.
 
 
@@ -644,6 +683,20 @@ async def one_of_two_gateways_is_partitioned(world: World, everything: bool) -> 
     world.reset("g1", "c1")
     await _end(client)
     _finished(client)
+
+
+@_scenario(SLOW_STEPS)
+async def a_store_that_comes_back_empty_hears_nothing_of_former_owners(world: World) -> None:
+    """It was taken over, and ended there: for the gateway that was robbed it must be over too."""
+    client = _ask(world, window_s=30.0, others=("g2",), **HALF_A_MINUTE)
+    await _until(lambda: _tokens(client) > 5)
+    world.cut("g1", "store", 8.0)
+    await _end(client)
+    _finished(client)
+    assert client.returns, "it was not taken over"
+    world.store_away(0.5, empty=True)
+    await asyncio.sleep(4.0)
+    assert not world.checks.open_records(), world.checks.open_records()
 
 
 @_scenario(BOTH)

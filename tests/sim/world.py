@@ -298,18 +298,17 @@ class World:
             await peers.look()
             background = [
                 tasks.create_task(run())
-                for run in (lag.run, peers.run, core.dispatcher.run, core.discovery.run, registration.run)
+                for run in (lag.run, peers.run, core.dispatcher.run, core.discovery.run)
             ]
+            registering = tasks.create_task(registration.run())
             await core.discovery.look()
             await core.discovery.settled()
             lifecycle.set_ready(True)
             node.up = True
             await lifecycle.wait_drain()
-            core.catalog.wake()
-            core.dispatcher.drain()
+            registering.cancel()
             await registration.close()
-            await core.dispatcher.drained(20.0)
-            core.catalog.close()
+            await router_app.leave(core, lifecycle, store, 20.0)
             await asyncio.sleep(0.1)
             server.close()
             await store.close()

@@ -245,3 +245,16 @@ async def test_a_store_that_came_back_empty_hears_again_what_is_owned(valkey: Va
 
         await until(lambda: owned() == {f"{ID}:a"})
         assert one.forgot(5)
+
+
+async def test_a_forgotten_key_is_written_again_unless_it_stands_for_another_request(redis_url: str) -> None:
+    async with custodies(redis_url, 2, Time()) as (one, two):
+        for_key = {"key": ("k", b"body")}
+        assert await one.claim(ID, "a", (1, 1), PLAN, 60_000, 1000, RECORD, **for_key)
+        assert await one.claim(ID, "a", (1, 1), PLAN, 60_000, 1000, RECORD, **for_key)
+        other = "cd" * 16
+        assert not await two.claim(other, "a", (1, 1), PLAN, 60_000, 1000, RECORD, **for_key)
+        with redis.Redis.from_url(redis_url, decode_responses=True) as store:
+            assert store.hgetall(keys.idem("a", "k")) == {"request": ID, "hash": b"body".hex()}
+            await until(lambda: not store.exists(keys.req(other)))
+            assert not store.smembers(keys.own("2".zfill(16)))

@@ -36,6 +36,9 @@ class OwnerOfOne:
     def plan(self) -> tuple[Stamp, Plan, int, Mapping[str, str | int]]:
         return (1, 1), Plan("chat", "a", "k", b"", b"", b"", ("", ""), 0), 60_000, {"tenant": "a"}
 
+    def claims(self) -> tuple[str, bytes] | None:
+        return ("key", b"body")
+
     def cancel(self, reason: Reason) -> None:
         self.cancelled.append(reason)
 
