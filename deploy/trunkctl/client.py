@@ -5,7 +5,7 @@ Every command that talks to a mesh offers the same options (`add_options`) and w
 
 import argparse
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +16,7 @@ import msgspec
 from trunkctl.failure import CommandError
 from trunkctl.home import Home, find_home
 from trunkctl.plan import Plan
+from trunkline.common.v1 import common_pb2
 from trunkline.inference.v1 import inference_pb2, inference_pb2_grpc
 
 DEFAULT_ADDRESS = "127.0.0.1:50051"
@@ -40,6 +41,11 @@ class Mesh:
         if len(names) != 1:
             raise CommandError(f"--model must name one of: {', '.join(names)}" if names else "the mesh serves no model")
         return names[0]
+
+    def versions(self, name: str) -> Sequence[common_pb2.ModelVersion]:
+        """What is served of a model."""
+        request = inference_pb2.GetModelRequest(name=name)
+        return self.stub.GetModel(request, metadata=self.metadata, timeout=CALL_TIMEOUT_S).model.versions
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

@@ -13,7 +13,7 @@ import grpc
 from rich.console import Console
 
 from shared.errors import StartError
-from trunkctl import chat, generate, keys, mesh, model, request, trace
+from trunkctl import bench, chat, generate, keys, mesh, model, request, trace
 from trunkctl.failure import CommandError, explain
 
 INTERRUPTED = 130
@@ -48,6 +48,6 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="trunkctl", description="Runs a Trunkline mesh here, and talks to any.")
     parser.add_argument("--home", metavar="DIR", help="runtime directory (TRUNKLINE_HOME, .trunkline)")
     commands = parser.add_subparsers(required=True, metavar="COMMAND", title="commands")
-    for command in (mesh, model, generate, chat, trace, request, keys):
+    for command in (mesh, model, generate, chat, trace, request, keys, bench):
         command.add_parser(commands)
     return parser

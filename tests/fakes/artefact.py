@@ -22,7 +22,13 @@ from workers.weights.manifest import (
 
 
 def write_artefact(
-    directory: Path, *, vocab_size: int = 1000, max_context: int = 4096, hidden_size: int = 64, eos: int = 0
+    directory: Path,
+    *,
+    vocab_size: int = 1000,
+    max_context: int = 4096,
+    hidden_size: int = 64,
+    eos: int = 0,
+    tokenizer: bytes = b'{"of": "no words"}' * 1000,
 ) -> Manifest:
     """Writes one to `directory` and answers its manifest."""
     config = {
@@ -34,7 +40,7 @@ def write_artefact(
     files = {
         CONFIG: json.dumps(config).encode(),
         GENERATION: b"{}",
-        TOKENIZER: b'{"of": "no words"}' * 1000,
+        TOKENIZER: tokenizer,
         TEMPLATE: b"{{ messages }}",
     }
     directory.mkdir(parents=True, exist_ok=True)
