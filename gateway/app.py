@@ -154,7 +154,7 @@ def make_core(
             limits.in_flight,
         ),
         manners=Manners(limits.heartbeat_ms / 1000, limits.slow_reader_ms / 1000),
-        custody=Custody(store, identity, clock, idem_ttl_s=limits.idempotency_ttl_s),
+        custody=Custody(store, identity, idem_ttl_s=limits.idempotency_ttl_s),
     )
     journals = Journals(parts.custody, clock)
     generations = Generations(parts, journals, limits.resume_window_ms / 1000)

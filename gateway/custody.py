@@ -17,7 +17,6 @@ import msgspec
 
 from gateway.transcript import Run
 from shared import keys
-from shared.clock import Clock
 from shared.errors import Reason, TrunklineError
 from shared.ids import Identity, incarnation_text
 from shared.records import ENDED_TTL_S, LIVE_TTL_S
@@ -132,13 +131,10 @@ class Custody:
         self,
         store: Store,
         identity: Identity,
-        clock: Clock,
         store_now_ms: Callable[[], int] | None = None,
         idem_ttl_s: int = 24 * 3600,
     ) -> None:
         self._store = store
-        self._clock = clock
-        self._forgot_at: float | None = None
         self._mine: dict[str, str] = {}  # tenant by id, to tell a store that came back empty
         store.on_birth_change(self._note_forgotten)
         self._id = identity.id
@@ -148,10 +144,9 @@ class Custody:
 
     def forgot(self, within_s: float) -> bool:
         """The store came back empty so lately: what it does not know may have been."""
-        return self._forgot_at is not None and self._clock.monotonic() - self._forgot_at < within_s
+        return self._store.lost_within(within_s)
 
     def _note_forgotten(self) -> None:
-        self._forgot_at = self._clock.monotonic()
         for request_id, tenant in self._mine.items():
             self._store.write_behind(*self._own(request_id, tenant))
 

@@ -55,6 +55,11 @@ def birth() -> str:
     return BIRTH
 
 
+def lost() -> str:
+    """String: when this data set took another's place (ms, store's clock); absent if it is the first."""
+    return "tl:lost"
+
+
 def peer(role: str, peer_id: str) -> str:
     """Hash: registration of one process."""
     return f"tl:peer:{{{role}}}:{peer_id}"

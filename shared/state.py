@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
+import importlib.resources
 import logging
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
@@ -65,6 +66,7 @@ class Script:
         self.sha = hashlib.sha1(text.encode(), usedforsecurity=False).hexdigest()
 
 
+_LOST: Final = Script(importlib.resources.files("shared").joinpath("scripts/lost.lua").read_text())
 Write = tuple[Script, Sequence[str], Sequence[str | int | float | bytes]]
 """A script with its keys and arguments."""
 
@@ -93,6 +95,7 @@ class Store:
         self._wake = asyncio.Event()
         self._idle = asyncio.Event()
         self._idle.set()
+        self._lost_at: float | None = None
         self._on_birth: list[Callable[[], None]] = []
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -114,6 +117,10 @@ class Store:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self._redis.aclose()
+
+    def lost_within(self, seconds: float) -> bool:
+        """It lost its data so lately, whether this process was there or not."""
+        return self._lost_at is not None and self._clock.monotonic() - self._lost_at < seconds
 
     def on_birth_change(self, callback: Callable[[], None]) -> None:
         """Call back when the store came back with another data set: everything in it is gone."""
@@ -201,10 +208,12 @@ class Store:
         try:
             async with asyncio.timeout(TIMEOUT_S):
                 birth = await self._read_birth()
+                changed = bool(self.birth) and birth != self.birth
+                self._lost_at = await self._read_lost(changed)
         except (*_AWAY, exceptions.RedisError) as exc:  # whatever the probe gets is no answer to rely on
             self._mark(False, exc)
             return
-        changed, self.birth = bool(self.birth) and birth != self.birth, birth
+        self.birth = birth
         if changed:
             self._tell_birth_change()
         self._mark(True, None)
@@ -216,6 +225,11 @@ class Store:
             await self._redis.set(keys.birth(), mine, nx=True)
             birth = await self._redis.get(keys.birth())
         return str(birth)
+
+    async def _read_lost(self, changed: bool) -> float | None:
+        """When this data set took another's place: who saw that leaves word for those who start later."""
+        ago_ms = await self._evaluate(_LOST, [keys.lost()], [int(changed)])
+        return self._clock.monotonic() - ago_ms / 1000 if ago_ms >= 0 else None
 
     def _tell_birth_change(self) -> None:
         _log.warning("the state store came back empty")

@@ -57,6 +57,7 @@ class Ask:
     key: str = ""  # for idempotency; its client then asks again where it cannot resume
     breaks_s: float | None = None  # after which its client breaks off, to come back
     others: tuple[str, ...] = ()  # gateways to come back to, in turn
+    resumes: str = ""  # a request id: the client has asked before
 
     @property
     def resumable(self) -> bool:
@@ -146,7 +147,8 @@ class Client:
         """Ask; a client of a resumable request comes back until it is over or its time is, and so does one whose call
         never left: a connection may fail to come about for want of one packet."""
         try:
-            await self._call(self._generate(self.ask.gateway))
+            self.request_id = self.ask.resumes
+            await self._call(self._again(self.ask.gateway))
             for turn in range(MOST_TURNS):
                 if not self._may_return():
                     return

@@ -607,6 +607,24 @@ async def keys_outlive_a_store_that_comes_back_empty(world: World) -> None:
     assert new.ended - new.began < 25.0, "new keys are refused for too long"
 
 
+@_scenario(SLOW_STEPS, **_each((0.0, 0.2, 0.4, 0.6, 0.8)))
+async def a_gateway_starts_when_the_store_has_just_lost_everything(world: World, after_s: float) -> None:
+    """It never saw the store as it was, and knows all the same that owners are still to say what they have."""
+    first = _ask(world, key="k", window_s=60.0, others=("g1",), **HALF_A_MINUTE)
+    await _until(lambda: _tokens(first) > 5)
+    world.kill("g2", again_s=1.1 + after_s)  # the others have looked by then
+    owner = world.nodes["g1"].link
+    assert owner is not None
+    owner.slow_s = 0.1
+    world.store_away(0.5, empty=True)
+    await _until(lambda: world.nodes["g2"].up)
+    back = _ask(world, resumes=first.request_id, window_s=60.0, gateway="g2", others=("g2",), **HALF_A_MINUTE)
+    second = _ask(world, key="k", window_s=60.0, gateway="g2", others=("g2",), **HALF_A_MINUTE)
+    await _end(first, back, second)
+    _finished(first, back, second)
+    assert second.request_id == first.request_id, "INV-11: one key, two requests"
+
+
 @_scenario(SLOW_STEPS)
 async def a_key_was_taken_while_its_owner_was_cut_off_from_a_store_that_forgot_it(world: World) -> None:
     """The key decides: its first request, which nobody could know, is given up when its owner comes back."""

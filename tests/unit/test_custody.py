@@ -41,7 +41,7 @@ async def custodies(url: str, count: int, time: Time) -> AsyncIterator[list[Cust
         for store in stores:
             await store.start()
         yield [
-            Custody(store, Identity("gateway", f"g{number}", number + 1), SYSTEM_CLOCK, lambda: time.now_ms)
+            Custody(store, Identity("gateway", f"g{number}", number + 1), lambda: time.now_ms)
             for number, store in enumerate(stores)
         ]
     finally:

@@ -47,7 +47,7 @@ class OwnerOfOne:
 async def writing(url: str, number: int = 1) -> AsyncIterator[Journals]:
     store = Store(url, SYSTEM_CLOCK, name=f"g{number}")
     await store.start()
-    journals = Journals(Custody(store, Identity("gateway", f"g{number}", number), SYSTEM_CLOCK), SYSTEM_CLOCK)
+    journals = Journals(Custody(store, Identity("gateway", f"g{number}", number)), SYSTEM_CLOCK)
     task = asyncio.create_task(journals.run())
     try:
         yield journals

@@ -20,6 +20,7 @@ def test_keys_have_the_published_names() -> None:
     assert keys.idem("dev", "k1") == "tl:idem:{dev}:k1"
     assert keys.lim("dev") == "tl:lim:{dev}"
     assert keys.birth() == "tl:birth"
+    assert keys.lost() == "tl:lost"
     assert keys.peer("worker", "w0") == "tl:peer:{worker}:w0"
     assert keys.peers("worker") == "tl:peers:{worker}"
     assert keys.trace("0af7") == "tl:trace:0af7"

@@ -230,6 +230,19 @@ async def test_a_store_that_came_back_empty_is_told_to_all_even_if_one_of_them_f
         assert store.available
 
 
+async def test_who_starts_after_a_loss_knows_of_it_too(valkey: Valkey) -> None:
+    async with opened(valkey.url) as store:
+        assert not store.lost_within(60)
+        birth = store.birth
+        valkey.kill()
+        valkey.start()
+        await until(lambda: store.birth != birth)
+        async with opened(valkey.url) as later:
+            assert store.lost_within(60)
+            assert later.lost_within(60)
+            assert not later.lost_within(0)
+
+
 async def test_a_store_that_came_back_with_its_data_is_not_taken_for_a_new_one(tmp_path: Path) -> None:
     told: list[str] = []
     with Valkey(tmp_path) as valkey:
