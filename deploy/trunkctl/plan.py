@@ -79,10 +79,10 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     grpc: str
 
 
-def make_plan(home: Home, wish: Wish) -> Plan:
-    """Picks ports, writes one configuration file per process, and says what is to run."""
+def make_plan(home: Home, wish: Wish, first_port: int = FIRST_PORT) -> Plan:
+    """Picks ports from `first_port` on, writes one configuration file per process, and says what is to run."""
     model = _model_directory(home, wish.model)
-    with Ports() as ports:
+    with Ports(first_port) as ports:
         fixed = {"gateway-1": {"http": ports.fixed(wish.http_port), "grpc": ports.fixed(wish.grpc_port)}}
         redis = [] if wish.redis_url else [_redis(home, ports.free())]
         redis_url = wish.redis_url or f"redis://{LOOPBACK}:{redis[0].ports['redis']}/0"
@@ -157,9 +157,9 @@ def _choose(ports: "Ports", role: str, fixed: dict[str, int]) -> dict[str, int]:
 class Ports:
     """Picks ports and keeps them bound until the `with` block ends."""
 
-    def __init__(self) -> None:
+    def __init__(self, first: int = FIRST_PORT) -> None:
         self._held = ExitStack()
-        self._candidates = iter(range(FIRST_PORT, LAST_PORT))
+        self._candidates = iter(range(first, LAST_PORT))
 
     def __enter__(self) -> "Ports":
         return self
@@ -172,7 +172,7 @@ class Ports:
         for port in self._candidates:
             with suppress(PortTaken):
                 return self.fixed(port)
-        raise CommandError(f"no port between {FIRST_PORT} and {LAST_PORT} is free")
+        raise CommandError(f"no port below {LAST_PORT} is free")
 
     def fixed(self, port: int) -> int:
         """This port. Raises PortTaken with the process that has it."""

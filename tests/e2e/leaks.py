@@ -28,14 +28,15 @@ async def assert_nothing_left(mesh: Mesh) -> None:
     """Waits for the mesh to come to rest and fails naming what stays."""
     left: dict[str, object] = {}
     for _ in range(int(SETTLE_S / 0.25)):
-        left = await _left(mesh)
+        left = await left_behind(mesh)
         if not left:
             return
         await asyncio.sleep(0.25)
     raise AssertionError(f"left behind after {SETTLE_S} s: {left}")
 
 
-async def _left(mesh: Mesh) -> dict[str, object]:
+async def left_behind(mesh: Mesh) -> dict[str, object]:
+    """What there is now, by name; empty once all is gone."""
     found: dict[str, object] = {}
     for process in mesh.processes():
         if process.role in GAUGES:
@@ -59,9 +60,7 @@ async def _open_records(mesh: Mesh) -> dict[str, object]:
                 found[key] = state
         async for key in store.scan_iter("tl:lim:*", count=1000):
             fields = await store.hgetall(key)
-            leases = [
-                field for field, value in fields.items() if field[:2] == "l:" or (field[:2] == "n:" and value != "0")
-            ]
+            leases = [field for field, value in fields.items() if _held(field, value)]
             if leases:
                 found[key] = leases
     finally:
