@@ -298,17 +298,18 @@ class World:
             await peers.look()
             background = [
                 tasks.create_task(run())
-                for run in (lag.run, peers.run, core.dispatcher.run, core.discovery.run)
+                for run in (lag.run, peers.run, core.dispatcher.run, core.discovery.run, registration.run)
             ]
-            registering = tasks.create_task(registration.run())
             await core.discovery.look()
             await core.discovery.settled()
             lifecycle.set_ready(True)
             node.up = True
             await lifecycle.wait_drain()
-            registering.cancel()
+            core.catalog.wake()
+            core.dispatcher.drain()
             await registration.close()
-            await router_app.leave(core, lifecycle, store, 20.0)
+            await core.dispatcher.drained(20.0)
+            core.catalog.close()
             await asyncio.sleep(0.1)
             server.close()
             await store.close()
