@@ -66,6 +66,11 @@ class Work(Protocol):
         """Nothing more is wanted."""
         ...
 
+    def token(self, choice: int, index: int, token: int, now: float) -> bool:
+        """Take one more token of a choice (lane TOKENS), if nothing else is to be done about it; False if it must be
+        appended as a run."""
+        ...
+
     def append(self, run: Run) -> Fit:
         """Take tokens (lane TOKENS)."""
         ...
@@ -124,6 +129,7 @@ class Attempt:
         self.bound = False  # a worker has opened it
         self._span = span
         self._on_bound = on_bound
+        self._flows = False  # it has begun to bring tokens, and has not ended
         self._stops_told = 0
         self._gap = _Gap.NONE
         self._farewell: asyncio.TimerHandle | None = None
@@ -143,6 +149,13 @@ class Attempt:
             self._span.set_attribute("trunkline.worker.id", seat.worker_id)
             self._span.add_event("opened")
             self._on_bound(self)
+        return True
+
+    def token(self, choice: int, index: int, token: int, now: float) -> bool:
+        """One more token came, as nearly always; False if it must come as a run."""
+        if not self._flows or not self.work.token(choice, index, token, now):
+            return False
+        self.stages.last_token = now
         return True
 
     def run(self, run: Run, now: float) -> None:
@@ -198,6 +211,11 @@ class Attempt:
         """The worker that was said to have it does not open it."""
         self.end(Kind.UNOPENED, incarnation=incarnation)
 
+    def leave(self) -> None:
+        """Nothing that comes now counts."""
+        self._flows = False
+        self.ended.cancel()
+
     def end(
         self,
         kind: Kind,
@@ -213,6 +231,7 @@ class Attempt:
             return
         if self._farewell is not None:
             self._farewell.cancel()
+        self._flows = False
         if self.work.complete:
             kind = Kind.DONE
         if self.seat is not None and not incarnation:
@@ -228,6 +247,7 @@ class Attempt:
     def _took(self, now: float) -> None:
         if self.stages.first_token is None:
             self.stages.first_token = now
+            self._flows = True
             self._span.add_event("first_token")
         self.stages.last_token = now
         self._tell_stops()

@@ -60,6 +60,7 @@ class Delivery:
         self._pacer = pacer
         self._clock = clock
         self._manners = manners
+        self.rung = False  # there is more, or it is over
         self._news = asyncio.Event()
         self._news_at = 0.0
         self._offered_at: float | None = None  # since when an event waits for the client
@@ -67,7 +68,8 @@ class Delivery:
 
     def ring(self) -> None:
         """There is more, or it is over."""
-        if not self._news.is_set():
+        if not self.rung:
+            self.rung = True
             self._news_at = self._clock.monotonic()
             self._news.set()
 
@@ -106,6 +108,7 @@ class Delivery:
         except TimeoutError:
             return False
         self._news.clear()
+        self.rung = False
         now = self._clock.monotonic()
         if hold_s <= 0:
             self._pacer.waited(now - self._news_at, now)

@@ -146,6 +146,10 @@ class Embedding(Request):
         request.submission.epoch, request.submission.attempt = stamp
         return request
 
+    def token(self, choice: int, index: int, token: int, now: float) -> bool:
+        """As `append`."""
+        return False
+
     def append(self, run: Run) -> Fit:
         """Nothing of an embedding is a token."""
         return Fit.DIVERGED

@@ -265,6 +265,15 @@ class Generation(Request):
             request.preferred.append(self._preferred)
         return request
 
+    def token(self, choice: int, index: int, token: int, now: float) -> bool:
+        """One more token came. Every token of an ordinary generation passes here, but for the first and the last."""
+        if self._transcript is None or self.journal is not None or not self._transcript.token(choice, index, token):
+            return False
+        self._last_at = now
+        if not self.delivery.rung:
+            self.delivery.ring()
+        return True
+
     def append(self, run: Run) -> Fit:
         """Tokens came."""
         fit = self.transcript.append(run)

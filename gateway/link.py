@@ -281,22 +281,21 @@ class Link:
 
     def _runs(self, batch: worker_pb2.OutputBatch) -> None:
         """Hand every run to its attempt."""
-        now = self._clock.monotonic()
-        runs = len(batch.handle)
-        ids = list(batch.token_ids)
-        stops = batch.stop_token or (0,) * runs
-        logprobs = {entry.run: entry.tokens for entry in batch.logprobs}
-        columns = (batch.choice, batch.index, batch.count, batch.finish, stops)
-        if any(len(column) != runs for column in columns) or sum(batch.count) != len(ids):
+        now, handles = self._clock.monotonic(), self._handles
+        # Columns are taken whole: reading them entry by entry would cost more than all that is done with an entry.
+        ids, counts, stops = batch.token_ids[:], batch.count[:], batch.stop_token[:] or [0] * len(batch.handle)
+        columns = (batch.handle[:], batch.choice[:], batch.index[:], counts, batch.finish[:], stops)
+        if any(len(column) != len(counts) for column in columns) or sum(counts) != len(ids):
             raise PeerLost("the columns of a batch differ in length")
+        logprobs = {entry.run: entry.tokens for entry in batch.logprobs}
         at = 0
-        rows = zip(batch.handle, *columns, strict=True)
-        for number, (handle, choice, index, count, finish, stop) in enumerate(rows):
-            attempt = self._at(handle)
-            if attempt is not None:
-                entries = logprobs.get(number, _NO_LOGPROBS) if logprobs else _NO_LOGPROBS
-                run = Run(choice, index, ids[at : at + count], finish, stop - 1 if stop else None, entries)
-                attempt.run(run, now)
+        for number, (handle, choice, index, count, finish, stop) in enumerate(zip(*columns, strict=True)):
+            attempt = handles[handle] if handle in handles else self._at(handle)
+            if attempt is None:
+                pass  # it was answered with Cancel
+            elif count != 1 or finish or not attempt.token(choice, index, ids[at], now):
+                entries = logprobs.get(number, _NO_LOGPROBS)
+                attempt.run(Run(choice, index, ids[at : at + count], finish, stop - 1 if stop else None, entries), now)
             at += count
 
     def _bulk(self, piece: worker_pb2.BulkPiece) -> None:

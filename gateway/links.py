@@ -41,7 +41,7 @@ class Links:
         """`attempt` is over. If its worker may still hold it, it is cancelled there; never waits."""
         if self.attempts.get(attempt.request_id) is attempt:
             del self.attempts[attempt.request_id]
-        attempt.ended.cancel()  # nothing that comes now counts
+        attempt.leave()
         if isinstance(attempt.seat, Link):
             attempt.seat.leave(attempt)
         else:

@@ -87,11 +87,24 @@ class Transcript:
         self._choices = [_Choice(index, form, tokenizer) for index in range(form.choices)]
         self._open = form.choices
         self._stops: list[Stop] = []
+        self._plain = not (form.stops or form.logprobs)
 
     @property
     def complete(self) -> bool:
         """Every choice has ended."""
         return self._open == 0
+
+    def token(self, choice: int, index: int, token: int) -> bool:
+        """Take one more token of a choice, if it joins on and ends nothing and has nothing but its id; False, and
+        nothing is taken, if it must be appended as a run."""
+        if choice >= len(self._choices):
+            return False
+        line = self._choices[choice]
+        if index != len(line.ids) or index + 1 >= self.form.max_tokens or line.finish or not self._plain:
+            return False
+        line.ids.append(token)
+        self.tokens += 1
+        return True
 
     def append(self, run: Run) -> Fit:
         """Take a run. Runs of an ended choice are known: what comes after a stop is dropped."""

@@ -39,13 +39,11 @@ class Cursor:
         """Bytes kept until they are acknowledged."""
         return self.source.retained(self.acked)
 
-    def acknowledge(self, end: int, *, finish: bool = False) -> None:
-        """The owner has everything before `end`, and the finish if so."""
+    def acknowledge(self, end: int) -> None:
+        """The owner has everything before `end`."""
         if end > self.acked:
             self.acked = min(end, self.source.produced)  # a stop string may have cut what was under way
             self.source.forget(self.acked)
-        if finish:
-            self.finish_acked = True
 
     def cut(self) -> None:
         """The choice was shortened, and has another finish."""
@@ -62,6 +60,11 @@ class Cursor:
         self.finish_acked = self.finish_sent = True
 
 
+def _sole(execution: Execution) -> Choice | None:
+    """Its choice, if it has one and no log-probabilities."""
+    return execution.choices[0] if len(execution.choices) == 1 and execution.logprobs < 0 else None
+
+
 class Delivery:
     """One (e, a)'s hold on an execution."""
 
@@ -75,6 +78,7 @@ class Delivery:
         "orphan_at",
         "outlet",
         "seen",
+        "sole",
         "stamp",
         "stream",
     )
@@ -83,6 +87,7 @@ class Delivery:
         self.execution = execution
         self.stamp: Stamp = execution.stamp
         self.cursors = tuple(cursors)
+        self.sole = _sole(execution)
         self.outlet = outlet
         self.admit_ms = admit_ms
         self.stream: Stream | None = None  # the one that carries it

@@ -6,6 +6,8 @@ door never repairs what an engine says.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import msgspec
 
 from shared.clock import Clock
@@ -84,10 +86,7 @@ class EngineSide:
     def _step(self, step: m.StepOut) -> None:
         self._observer.stepped(step)
         self._step_began = self._heard_at - step.duration_ms / 1e3
-        for run in step.runs:
-            delivery = self._holdings.by_key.get(run.key) or self._by_key(run.key)
-            if delivery.execution.live:
-                self._run(delivery, run)
+        self._runs(step.runs)
         for event in step.events:
             delivery = self._by_key(event.key)
             if delivery.execution.live:
@@ -102,17 +101,22 @@ class EngineSide:
             raise EngineBroken(f"the engine speaks of key {key}, which it does not have")
         return delivery
 
-    def _run(self, delivery: Delivery, run: m.Run) -> None:
-        execution = delivery.execution
-        if not 0 <= run.choice < len(execution.choices):
-            raise EngineBroken(f"a run of choice {run.choice}, of {len(execution.choices)}")
-        choice = execution.choices[run.choice]
-        first = len(choice.tokens) == choice.given
-        choice.extend(run)
-        if first:
-            self._first(execution)
-        if delivery.stream is not None:
-            delivery.stream.mark(delivery, first)
+    def _runs(self, runs: Iterable[m.Run]) -> None:
+        """Every token passes here."""
+        by_key = self._holdings.by_key
+        for run in runs:
+            delivery = by_key.get(run.key) or self._by_key(run.key)
+            execution, number = delivery.execution, run.choice
+            if not execution.live:
+                continue
+            if not 0 <= number < len(execution.choices):
+                raise EngineBroken(f"a run of choice {number}, of {len(execution.choices)}")
+            first = execution.choices[number].extend(run)
+            if first:
+                self._first(execution)
+            stream = delivery.stream
+            if stream is not None:
+                stream.mark(delivery, first)
 
     def _first(self, execution: Execution) -> None:
         if execution.times.first_token is None:

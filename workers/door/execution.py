@@ -44,17 +44,23 @@ class Choice:
         self.logprobs_from = self.given
         self.unit_bytes = unit_bytes
 
-    def extend(self, run: m.Run) -> None:
-        """Appends what the engine produced. Raises EngineBroken if it does not follow."""
+    def extend(self, run: m.Run) -> bool:
+        """Appends what the engine produced; True for the first of it. Raises EngineBroken if it does not follow."""
         if self.finish:
-            return  # a stop string ended it before the engine knew
-        if run.index != len(self.tokens):
-            raise EngineBroken(f"a run starts at {run.index} where {len(self.tokens)} tokens are")
-        self.tokens.extend(run.tokens)
+            return False  # a stop string ended it before the engine knew
+        tokens, new = self.tokens, run.tokens
+        start = len(tokens)
+        if run.index != start:
+            raise EngineBroken(f"a run starts at {run.index} where {start} tokens are")
+        if len(new) == 1:
+            tokens.append(new[0])
+        else:
+            tokens.extend(new)
         if run.logprobs:
             self.logprobs += run.logprobs
         if run.finish:
             self.finish, self.stop_token = run.finish, run.stop_token
+        return start == self.given
 
     def cut(self, length: int) -> None:
         """A stop string ended it after `length` tokens; a finish further on gives way to it."""

@@ -18,7 +18,7 @@ from shared.clock import Clock
 from shared.errors import Reason, TrunklineError
 from shared.wire import HEARTBEAT_S, IDLE_HEARTBEAT_S
 from trunkline.worker.v1 import worker_pb2
-from workers.door.batch import MAX_BYTES, Batch, Sent
+from workers.door.batch import MAX_BYTES, Batch, Sent, acknowledge
 from workers.door.delivery import Delivery
 
 if TYPE_CHECKING:
@@ -124,15 +124,14 @@ class Stream:
         """The peer has everything up to `seq`; the deliveries whose ending it has. Raises on a number never sent."""
         if seq > self._seq:
             raise TrunklineError(Reason.BAD_FIELD, f"batch {seq} was acknowledged, {self._seq} were sent")
-        ended: list[Delivery] = []
+        arrived: list[Sent] = []
         while self._under_way and self._under_way[0].seq <= seq:
-            sent = self._under_way.popleft()
-            self._under_way_bytes -= sent.size
-            sent.acknowledge()
-            ended.extend(sent.endings)
+            arrived.append(self._under_way.popleft())
+            self._under_way_bytes -= arrived[-1].size
+        acknowledge(arrived)
         if self._pending:
             self._wake()
-        return ended
+        return [delivery for sent in arrived for delivery in sent.endings]
 
     def close(self, why: TrunklineError) -> None:
         """Ends after what is left; whoever writes then fails the call with `why`. The first reason stays."""
@@ -198,8 +197,9 @@ class Stream:
     def _outputs(self) -> worker_pb2.OutputsResponse | None:
         batch = self._collect()
         if not batch.empty:
-            self._sending(batch.sent(self._seq + 1))
-            return worker_pb2.OutputsResponse(batch=batch.message(self._seq))
+            message, sent = batch.finish(self._seq + 1)
+            self._sending(sent)
+            return message
         piece = self._piece()
         return worker_pb2.OutputsResponse(bulk=piece) if piece else None
 
@@ -208,7 +208,7 @@ class Stream:
         batch = Batch(self._max_bytes)
         whole = 0
         for delivery in self._dirty:
-            if batch.room <= 0 or not self._put(delivery, batch):
+            if not (batch.token(delivery) or (batch.room > 0 and self._put(delivery, batch))):
                 break
             whole += 1
         if whole == len(self._dirty):
@@ -255,7 +255,7 @@ class Stream:
         start, end = cursor.sent, min(result.produced, cursor.sent + self._max_bytes - PIECE_OVERHEAD)
         cursor.sent = end
         self._dirty[delivery] = self._dirty.pop(delivery)
-        self._sending(Sent(self._seq + 1, end - start, runs=[(0, 0, start, end - start, 0, 0, cursor)]))
+        self._sending(Sent(self._seq + 1, end - start, {cursor: end}))
         return worker_pb2.BulkPiece(
             seq=self._seq,
             handle=delivery.handle,
