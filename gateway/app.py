@@ -50,7 +50,7 @@ from shared.ports import reachable
 from shared.records import Records
 from shared.rpc import Channels, add_health, add_reflection, make_server
 from shared.state import StateAway, Store
-from shared.wire import LoopLag
+from shared.wire import PROTOCOL, LoopLag
 from trunkline.admin.v1 import admin_pb2, admin_pb2_grpc
 from trunkline.gateway.v1 import gateway_pb2, gateway_pb2_grpc
 from trunkline.inference.v1 import inference_pb2, inference_pb2_grpc
@@ -62,6 +62,7 @@ GATEWAY_SERVICE: Final = gateway_pb2.DESCRIPTOR.services_by_name["GatewayService
 ADMIN_SERVICE: Final = admin_pb2.DESCRIPTOR.services_by_name["AdminService"].full_name
 STOP_S: Final = 1.0  # for calls that are left when every request is over
 HEALTH_S: Final = 0.25
+MOVE_S: Final = 0.05  # between looks at what can go on elsewhere by now
 LAST_WRITES_S: Final = 2.0  # for outputs that are still to be written
 
 
@@ -182,10 +183,11 @@ async def running(
     config: GatewayConfig, *, clock: Clock = SYSTEM_CLOCK, rng: Rng = SYSTEM_RNG
 ) -> AsyncIterator[Gateway]:
     """A gateway that serves inside the scope, and drains when it is left. Raises StartError."""
-    identity = Identity("gateway", config.id, new_incarnation(rng))
+    identity = Identity("gateway", config.id, new_incarnation(rng), PROTOCOL._replace(minor=config.protocol_minor))
     authenticator = Authenticator(Path(config.keys_file), clock)
     traces = tracing.setup(config.tracing, identity, config.redis_url)
-    lifecycle = Lifecycle(identity, services=(INFERENCE_SERVICE, GATEWAY_SERVICE), clock=clock)
+    services = (INFERENCE_SERVICE, GATEWAY_SERVICE)
+    lifecycle = Lifecycle(identity, services=services, clock=clock, settle_s=config.drain_settle_ms / 1000)
     store = Store(config.redis_url, clock, name=config.id, rng=rng)
     channels = Channels(identity, traces.tracer)
     lag, routers, gateways = LoopLag(clock), Peers(store, "router", config.routers), Peers(store, "gateway")
@@ -226,7 +228,7 @@ async def running(
 async def _serving(
     config: GatewayConfig, core: Core, authenticator: Authenticator, store: Store, tracer: trace.Tracer
 ) -> AsyncIterator[Gateway]:
-    """Servers and registration; on leaving, the order that loses nothing: refuse, finish what is here, close."""
+    """Servers and registration; on leaving, the order that loses nothing: tell, refuse, finish what is here, close."""
     lifecycle = core.parts.lifecycle
     public, internal = _public(core, authenticator, tracer), _internal(core, tracer)
     gateway = Gateway(
@@ -245,14 +247,21 @@ async def _serving(
     await internal.start()
     web.start()
     register = asyncio.create_task(registration.run())
+    leaving: asyncio.Task[None] | None = None
     try:
         yield gateway
         lifecycle.drain()
-        await _finish(core, (lifecycle.grace_ms or config.drain_grace_ms) / 1000)
+        await registration.update({"draining": "1"})
+        await lifecycle.settled()
+        grace_s = (lifecycle.grace_ms or config.drain_grace_ms) / 1000
+        leaving = asyncio.create_task(public.stop(grace_s + LAST_WRITES_S))  # clients connect elsewhere for what is new
+        await _finish(core, grace_s)
     finally:
         register.cancel()
         await registration.close()
         await asyncio.gather(public.stop(STOP_S), internal.stop(STOP_S), web.close())
+        if leaving is not None:
+            await leaving
 
 
 def _public(core: Core, authenticator: Authenticator, tracer: trace.Tracer) -> grpc.aio.Server:
@@ -282,10 +291,15 @@ def _web(config: GatewayConfig, core: Core, authenticator: Authenticator) -> Htt
 
 
 async def _finish(core: Core, grace_s: float) -> None:
-    """Let requests come to their ends; what is left after the grace is cancelled."""
+    """Let requests come to their ends, and those who can go on elsewhere do so; what is left after the grace is moved
+    or cancelled."""
+    core.generations.leave()
     try:
         async with asyncio.timeout(grace_s):
-            await core.table.idle()
+            while len(core.table) or core.generations.streams:
+                with suppress(StateAway):
+                    await core.journals.let_go(every=False)
+                await asyncio.sleep(MOVE_S)
     except TimeoutError:
         _log.warning("%d requests are moved or cancelled: the grace is over", len(core.table))
         with suppress(StateAway):

@@ -20,7 +20,7 @@ from shared.clock import Clock
 from shared.errors import Reason, TrunklineError
 from shared.ids import Rng
 from shared.lifecycle import Lifecycle
-from shared.wire import HEARTBEAT_S, PROTOCOL, Liveness, LoopLag, PeerState
+from shared.wire import HEARTBEAT_S, Liveness, LoopLag, PeerState
 from trunkline.common.v1 import common_pb2
 from trunkline.router.v1 import router_pb2
 
@@ -170,8 +170,8 @@ class Catalog:
         request = router_pb2.WatchModelsRequest(
             gateway_id=identity.id,
             gateway_incarnation=identity.incarnation,
-            protocol_major=PROTOCOL[0],
-            protocol_minor=PROTOCOL[1],
+            protocol_major=identity.protocol.major,
+            protocol_minor=identity.protocol.minor,
         )
         liveness = Liveness(self._clock)
         async with aclosing(self._transport.watch_models(address, request)) as stream:
@@ -204,14 +204,16 @@ class Catalog:
             self._merge()
 
     def _merge(self) -> None:
-        """One entry per version, its replicas as the router that sees most of them says."""
+        """One entry per version: its replicas as the router that sees most of them says, its features as far as this
+        gateway speaks them."""
+        speaks = self._lifecycle.identity.protocol.features
         merged: dict[_Key, common_pb2.ModelVersion] = {}
         live = [view for view in self._views.values() if view.live and view.versions]  # who knows of none knows nothing
         for view in live or self._views.values():
             for version in view.versions:
                 own = merged.setdefault(_key(version), common_pb2.ModelVersion())
                 replicas = max(own.ready_replicas, version.ready_replicas if view.live else 0)
-                features = sorted({*own.features, *version.features})
+                features = sorted({*own.features, *version.features} & speaks)
                 own.CopyFrom(version)
                 own.ready_replicas = replicas
                 own.features[:] = features

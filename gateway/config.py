@@ -6,8 +6,10 @@ from typing import Annotated
 
 import msgspec
 
-from shared.config import LogConfig, TracingConfig
+from shared.config import LogConfig, Minor, TracingConfig
+from shared.wire import PROTOCOL
 
+Natural = Annotated[int, msgspec.Meta(ge=0)]
 Positive = Annotated[int, msgspec.Meta(ge=1)]
 
 
@@ -39,7 +41,9 @@ class GatewayConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     advertise: str = ""  # host that other gateways reach this one at; empty: the one it listens on
     default_deadline_ms: Positive = 600_000
     max_deadline_ms: Positive = 3_600_000
-    drain_grace_ms: Positive = 600_000
+    drain_settle_ms: Natural = 2_000  # of a drain in which what is new is still taken, for balancers to notice
+    drain_grace_ms: Positive = 600_000  # after that, for what runs; what is resumable moves at once
+    protocol_minor: Minor = PROTOCOL.minor
     limits: LimitsConfig = LimitsConfig()
     tracing: TracingConfig = TracingConfig()
     log: LogConfig = LogConfig()

@@ -117,7 +117,9 @@ class Course:
         if error.reason is Reason.VERSION_GONE and not self._tokens and not self._renewed:
             self._renewed = True
             return Again(0.0, renew=True)
-        if error.reason in (Reason.NO_REPLICA, Reason.DRAINING):
+        if error.reason is Reason.DRAINING:  # a word on that router alone
+            return self._once_more(error)
+        if error.reason is Reason.NO_REPLICA:
             return self._elsewhere(error)
         raise error
 

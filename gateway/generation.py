@@ -67,6 +67,7 @@ class Generation(Request):
         )
         self.spec = spec
         self.client_id = spec.client_request_id
+        self.whole = False  # its client gets all of it at once, at the end
         self.on_stuck: Callable[[], object] = lambda: None  # called once if the client takes nothing for too long
         self.delivery = Delivery(self, pacer, parts.clock, parts.manners)
         self.delivery.on_slow = self._give_up_client

@@ -53,6 +53,7 @@ class Generations:
         self._open: dict[Delivery, None] = {}
         self._admitting: dict[asyncio.Task[None], None] = {}
         self._taking: dict[asyncio.Task[Generation | None], None] = {}
+        self._following: dict[View, None] = {}
         self.pacer = Pacer()
 
     async def run(self) -> None:
@@ -61,6 +62,17 @@ class Generations:
             await asyncio.sleep(_READERS_S)
             for delivery in list(self._open):
                 delivery.check_reader()
+
+    @property
+    def streams(self) -> int:
+        """Clients that are being told."""
+        return len(self._open)
+
+    def leave(self) -> None:
+        """The gateway drains: those who read here what another gateway owns go there with their cursors."""
+        for view in self._following:
+            if not view.whole:
+                view.log.interrupt()
 
     async def close(self) -> None:
         """End admissions and take-overs whose clients have left."""
@@ -134,9 +146,12 @@ class Generations:
     async def resume(self, tenant: str, request_id: str, cursor: str, keyed: bool = False) -> AsyncIterator[View]:
         """A view of a generation of this tenant, from a cursor on (empty: from its beginning), wherever it is owned.
 
-        Raises REQUEST_UNKNOWN, BAD_FIELD, RESUME_DIVERGED, STATE_AWAY, and FEATURE_OFF where it cannot be resumed.
+        Raises REQUEST_UNKNOWN, BAD_FIELD, RESUME_DIVERGED, STATE_AWAY, DRAINING, and FEATURE_OFF where it cannot be
+        resumed.
         `keyed`: it was found by its idempotency key, under which nothing runs twice: REQUEST_UNKNOWN is a conflict.
         """
+        if self._parts.lifecycle.refusing:
+            raise _draining()
         place = cursors.decode(cursor) if cursor else None
         if place is not None and place.request_id.hex() != request_id:
             raise _unknown()
@@ -165,8 +180,12 @@ class Generations:
                 if exc.reason is Reason.RESUME_DIVERGED and self._custody.forgot(_RESTORE_S):
                     raise StateAway from exc  # its owner is telling the store again what the client has
                 raise
-            async with follower.following(view):
-                yield view
+            self._following[view] = None
+            try:
+                async with follower.following(view):
+                    yield view
+            finally:
+                del self._following[view]
 
     async def _find(self, tenant: str, request_id: str) -> Follower:
         """A follower that has read what there is."""
@@ -195,7 +214,7 @@ class Generations:
         """
         parts = self._parts
         if parts.lifecycle.draining:
-            raise TrunklineError(Reason.DRAINING, "the gateway is draining", retry_after_s=0.0)
+            raise _draining()
         found = await self._custody.plan(request_id)
         if found is None or found[0].tenant != tenant:
             return None
@@ -371,6 +390,10 @@ def _head(request_id: str, plan: Plan, trace_id: str, kit: Kit) -> Head:
     )
     form = form_of(bytes.fromhex(request_id), spec, work, kit)
     return Head(started, form, kit.tokenizer, plan.operation)
+
+
+def _draining() -> TrunklineError:
+    return TrunklineError(Reason.DRAINING, "the gateway is draining", retry_after_s=0.0)
 
 
 def _unknown() -> TrunklineError:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Final, Protocol
 
@@ -42,11 +43,11 @@ class Log:
         self.runs: list[Run] = []
         self.ending: Ending | None = None
         self.breaks = 0
-        self._readers: dict[Callable[[], None], None] = {}
+        self._readers: dict[Callable[[], None], Callable[[], bool]] = {}
 
-    def join(self, reader: Callable[[], None]) -> None:
-        """Call `reader` whenever there is more."""
-        self._readers[reader] = None
+    def join(self, reader: Callable[[], None], movable: Callable[[], bool] = lambda: True) -> None:
+        """Call `reader` whenever there is more. `movable`: its client could go on from a cursor, now."""
+        self._readers[reader] = movable
 
     def leave(self, reader: Callable[[], None]) -> None:
         """No longer."""
@@ -62,6 +63,10 @@ class Log:
         """What follows cannot be told now."""
         self.breaks += 1
         self._tell()
+
+    def movable(self, readers: int) -> bool:
+        """So many read it, and all of them could go on elsewhere."""
+        return len(self._readers) == readers and all(movable() for movable in self._readers.values())
 
     def _tell(self) -> None:
         for reader in list(self._readers):
@@ -111,6 +116,7 @@ class Journal:
         self._record: Mapping[str, str | int] = {}
         self._viewers = 0
         self._alone_since = hub.clock.monotonic()
+        self._followed_at = -math.inf
 
     # The owner's.
 
@@ -135,7 +141,8 @@ class Journal:
             return
         while True:
             try:
-                ((written, _),) = await self._hub.custody.hold([(self.owner.id, *stamp)])
+                async with self._hub.turn:
+                    ((written, _),) = await self._hub.custody.hold([(self.owner.id, *stamp)])
             except StateAway:
                 await asyncio.sleep(RETRY_S)
                 continue
@@ -195,7 +202,14 @@ class Journal:
     def followed(self, ago_ms: int) -> None:
         """A reader at another gateway was seen so long ago (-1: never); a moment ago means that it is there."""
         if 0 <= ago_ms < _FOLLOWED_MS:
-            self._alone_since = self._hub.clock.monotonic()
+            self._followed_at = self._alone_since = self._hub.clock.monotonic()
+
+    @property
+    def movable(self) -> bool:
+        """Somebody would go on with it elsewhere at once, and nobody here would lose anything by that."""
+        if self._viewers:
+            return self.log.movable(self._viewers)
+        return self._hub.clock.monotonic() - self._followed_at < RENEW_S + _FOLLOWED_MS / 1000
 
     # The writer's.
 
@@ -247,6 +261,7 @@ class Journals:
         self._open: dict[str, Journal] = {}
         self._due: dict[Journal, None] = {}
         self._lost: dict[Journal, None] = {}
+        self.turn = asyncio.Lock()  # to write leases: one that is let go must not be renewed by a write on its way
         self._wake = asyncio.Event()
         self._idle = asyncio.Event()
         self._idle.set()
@@ -279,15 +294,29 @@ class Journals:
         self._lost[journal] = None
         self.due(journal)
 
-    async def let_go(self) -> None:
-        """Leave every request to other gateways, which may take it over at once. Raises StateAway."""
-        held = [journal for journal in self._open.values() if not (journal.full or journal.ending)]
-        for start in range(0, len(held), _TOGETHER):
-            part = held[start : start + _TOGETHER]
-            await self.custody.hold([(journal.owner.id, journal.epoch, 0) for journal in part], lease_ms=0)
-            for journal in part:
+    async def let_go(self, every: bool = True) -> None:
+        """Leave requests to other gateways, which may take them over at once: those that are movable, or `every` one.
+        Their readers are sent after them. Raises StateAway."""
+        leaving = [journal for journal in self._open.values() if every or journal.movable]
+        for start in range(0, len(leaving), _TOGETHER):
+            async with self.turn:
+                part = self._writable(leaving[start : start + _TOGETHER])
+                answers = await self.custody.hold([(each.owner.id, each.epoch, 0) for each in part], lease_ms=0)
+            for journal, (written, _) in zip(part, answers, strict=True):
+                if written is Written.LOST:
+                    self.restore(journal)
+                    continue
+                _log.info("request %s is left to another gateway", journal.owner.id)
                 journal.abandon()
                 journal.owner.cancel(Reason.OWNER_MOVED)
+
+    def _writable(self, journals: list[Journal]) -> list[Journal]:
+        """Those that are still owned here, and have a lease."""
+        return [
+            journal
+            for journal in journals
+            if self._open.get(journal.owner.id) is journal and not (journal.full or journal.ending)
+        ]
 
     async def idle(self) -> None:
         """Return when nothing is left to write."""
@@ -316,11 +345,13 @@ class Journals:
                 self._wake.set()
 
     async def _append(self, journals: list[Journal]) -> None:
-        batches = [journal.batch() for journal in journals]
-        for journal in journals:
-            self._due.pop(journal, None)
         try:
-            answers = await self.custody.append(batches)
+            async with self.turn:
+                for journal in journals:
+                    self._due.pop(journal, None)
+                journals = [journal for journal in journals if self._open.get(journal.owner.id) is journal]
+                batches = [journal.batch() for journal in journals]
+                answers = await self.custody.append(batches)
         except StateAway:
             self._due |= dict.fromkeys(journal for journal in journals if journal.owner.id in self._open)
             raise
@@ -365,10 +396,10 @@ class Journals:
 
     async def _renew(self, journals: list[Journal]) -> None:
         """Renew leases and hear of followers."""
-        journals = [journal for journal in journals if not (journal.full or journal.ending)]
         for start in range(0, len(journals), _TOGETHER):
-            part = journals[start : start + _TOGETHER]
-            answers = await self.custody.hold([(journal.owner.id, journal.epoch, 0) for journal in part])
+            async with self.turn:
+                part = self._writable(journals[start : start + _TOGETHER])
+                answers = await self.custody.hold([(journal.owner.id, journal.epoch, 0) for journal in part])
             for journal, (written, ago_ms) in zip(part, answers, strict=True):
                 if self._open.get(journal.owner.id) is not journal or journal.ending:
                     continue  # its end may be there already, and owns nothing

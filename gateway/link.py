@@ -17,7 +17,7 @@ from gateway.transcript import Run, Stop
 from gateway.transport import OutputsStream, PeerLost
 from shared.ids import BUILD
 from shared.rpc import INTERNAL_MESSAGE_BYTES
-from shared.wire import FEATURES, HEARTBEAT_S, LOST_AFTER_S, PROTOCOL, Liveness, PeerState, engine_stalled
+from shared.wire import HEARTBEAT_S, LOST_AFTER_S, Liveness, PeerState, engine_stalled
 from trunkline.common.v1 import common_pb2
 from trunkline.worker.v1 import worker_pb2
 
@@ -204,13 +204,13 @@ class Link:
     def _hello(self) -> worker_pb2.Hello:
         identity = self._hub.identity
         return worker_pb2.Hello(
-            protocol_major=PROTOCOL[0],
-            protocol_minor=PROTOCOL[1],
+            protocol_major=identity.protocol.major,
+            protocol_minor=identity.protocol.minor,
             build=BUILD,
             id=identity.id,
             incarnation=identity.incarnation,
             stream_generation=self._hub.next_generation(),
-            features=sorted(FEATURES),
+            features=sorted(identity.protocol.features),
             heartbeat_ms=round(HEARTBEAT_S * 1000),
             max_message_bytes=INTERNAL_MESSAGE_BYTES,
             lane=self.lane,
@@ -221,7 +221,7 @@ class Link:
     def _greet(self, message: worker_pb2.OutputsResponse) -> None:
         """The worker's Hello. Another incarnation than the one known means that the known one is gone."""
         hello = message.hello
-        if message.WhichOneof("message") != "hello" or hello.protocol_major != PROTOCOL[0]:
+        if message.WhichOneof("message") != "hello" or hello.protocol_major != self._hub.identity.protocol.major:
             self._liveness.refused()
             raise PeerLost("the worker does not speak our protocol", refused=True)
         self._liveness.heard(hello.heartbeat_ms / 1000)

@@ -265,7 +265,7 @@ class Request(ABC):
             self.parts.custody.disown(self.id, self.principal.tenant)
 
     def _check_door(self) -> None:
-        if self.parts.lifecycle.draining:
+        if self.parts.lifecycle.refusing:
             raise TrunklineError(Reason.DRAINING, "the gateway is draining", retry_after_s=0.0)
         if len(self.parts.table) >= self.parts.limits.max_in_flight:
             raise TrunklineError(

@@ -192,6 +192,7 @@ def _resumed(event: pb.GenerateResponse) -> pb.ResumeResponse:
 
 async def _whole(generation: Generation | View) -> pb.CompleteResponse:
     """The concatenated stream."""
+    generation.whole = True
     answer = pb.CompleteResponse()
     texts: dict[int, list[str]] = {}
     choices: dict[int, pb.Choice] = {}

@@ -43,6 +43,7 @@ class View:
     def __init__(self, head: Head, log: Log, pacer: Pacer, clock: Clock, manners: Manners) -> None:
         self.on_stuck: Callable[[], object] = lambda: None
         self.headroom: Headroom | None = None
+        self.whole = False  # its client gets all of it at once, at the end
         self.head = head
         self.log = log
         self.opened: dict[int, int] = {}  # choices that the client has begun to see: characters
@@ -53,7 +54,7 @@ class View:
         self._breaks = log.breaks
         self._error: TrunklineError | None = None
         self._cursor = ""
-        log.join(self.delivery.ring)
+        log.join(self.delivery.ring, self._movable)
         self.delivery.ring()
 
     @property
@@ -88,7 +89,7 @@ class View:
         """Go on from another log of the same request, which holds what this one holds and more."""
         self.log.leave(self.delivery.ring)
         self.log, self._breaks = log, log.breaks
-        log.join(self.delivery.ring)
+        log.join(self.delivery.ring, self._movable)
         self.delivery.ring()
 
     def fail(self, error: TrunklineError) -> None:
@@ -114,6 +115,10 @@ class View:
     @property
     def _interrupted(self) -> bool:
         return self.log.breaks != self._breaks and self.log.ending is None
+
+    def _movable(self) -> bool:
+        """Its client has been told whose cursor this is."""
+        return bool(self._cursor) and not self.whole
 
     @property
     def failed_unbegun(self) -> bool:

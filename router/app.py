@@ -37,7 +37,7 @@ from shared.peers import Peers, Registration
 from shared.ports import reachable
 from shared.rpc import Channels, add_health, add_reflection, make_server
 from shared.state import Store
-from shared.wire import LoopLag
+from shared.wire import PROTOCOL, LoopLag
 from trunkline.admin.v1 import admin_pb2, admin_pb2_grpc
 from trunkline.router.v1 import router_pb2, router_pb2_grpc
 
@@ -134,9 +134,9 @@ async def running(
     registry: CollectorRegistry = REGISTRY,
 ) -> AsyncIterator[Router]:
     """A router that serves inside the scope, and drains when it is left. Raises StartError."""
-    identity = Identity("router", config.id, new_incarnation(rng))
+    identity = Identity("router", config.id, new_incarnation(rng), PROTOCOL._replace(minor=config.protocol_minor))
     traces = tracing.setup(config.tracing, identity, config.redis_url or None)
-    lifecycle = Lifecycle(identity, services=(ROUTER_SERVICE,), clock=clock)
+    lifecycle = Lifecycle(identity, services=(ROUTER_SERVICE,), clock=clock, settle_s=config.drain_settle_ms / 1000)
     store = Store(config.redis_url, clock, name=config.id, rng=rng) if config.redis_url else None
     channels = Channels(identity, traces.tracer)
     try:
@@ -178,7 +178,7 @@ async def running(
 async def _serving(
     config: RouterConfig, core: Core, lifecycle: Lifecycle, store: Store | None, tracer: trace.Tracer
 ) -> AsyncIterator[Router]:
-    """Servers and registration; on leaving, the order that loses nothing: refuse, answer what is here, close."""
+    """Servers and registration; on leaving, the order that loses nothing: tell, refuse, answer what is here, close."""
     for address in (config.grpc_listen, config.admin_listen, config.ops_listen):
         listen(address).close()  # a port that is taken is told before there are servers, which grpc hates to end unused
     server = make_server(tracer=tracer, public=False, identity=lifecycle.identity)
@@ -200,10 +200,19 @@ async def _serving(
         async with _registered(config, lifecycle, store, *addresses):
             yield Router(core, lifecycle, grpc=addresses[0], admin=addresses[1], ops=ops.address)
             lifecycle.drain()
-            core.catalog.wake()
-            core.dispatcher.drain()
-        await core.dispatcher.drained((lifecycle.grace_ms or config.drain_grace_ms) / 1000)
-        core.catalog.close()
+        await leave(core, lifecycle, store, config.drain_grace_ms / 1000)
+
+
+async def leave(core: Core, lifecycle: Lifecycle, store: Store | None, grace_s: float) -> None:
+    """What follows a drain once the router has left the list: gateways hear of it, what is new is taken for a moment
+    longer, what waits is handed back if another router serves, and placed if not."""
+    core.catalog.wake()
+    await lifecycle.settled()
+    others = Peers(store, "router")
+    await others.look()
+    core.dispatcher.drain(hand_back=bool(others.snapshot()))
+    await core.dispatcher.drained(lifecycle.grace_ms / 1000 or grace_s)
+    core.catalog.close()
 
 
 @asynccontextmanager

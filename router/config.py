@@ -6,9 +6,11 @@ from typing import Annotated
 
 import msgspec
 
-from shared.config import LogConfig, TracingConfig
+from shared.config import LogConfig, Minor, TracingConfig
+from shared.wire import PROTOCOL
 
 Positive = Annotated[int, msgspec.Meta(ge=1)]
+Natural = Annotated[int, msgspec.Meta(ge=0)]
 Share = Annotated[float, msgspec.Meta(gt=0, le=1)]
 Address = Annotated[str, msgspec.Meta(pattern=r"^.+:[0-9]+$")]
 Weight = Annotated[float, msgspec.Meta(ge=0)]
@@ -68,7 +70,9 @@ class RouterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     advertise: str = ""  # host under which others reach this process; empty: the one it listens on
     redis_url: str = ""  # empty: no state store, workers are the static ones
     workers: tuple[Address, ...] = ()  # static addresses, host:port
-    drain_grace_ms: Positive = 30_000
+    drain_settle_ms: Natural = 1_000  # of a drain in which what is new is still taken, for peers to notice
+    drain_grace_ms: Positive = 30_000  # after that, for what is queued; it is handed back where another router serves
+    protocol_minor: Minor = PROTOCOL.minor
     queue: QueueConfig = QueueConfig()
     batch: BatchConfig = BatchConfig()
     weights: WeightsConfig = WeightsConfig()

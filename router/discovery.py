@@ -23,7 +23,6 @@ from shared.ids import Identity
 from shared.logging import canonical
 from shared.peers import Peers
 from shared.rpc import Channels
-from shared.wire import PROTOCOL
 from trunkline.worker.v1 import worker_pb2, worker_pb2_grpc
 
 _log = logging.getLogger(__name__)
@@ -112,7 +111,7 @@ class Discovery:
 
     async def _watch(self, worker: Worker) -> bool:
         """Reads one stream to its end; whether anything came on it."""
-        major, minor = PROTOCOL
+        major, minor = self._identity.protocol
         call = self._calls[worker.address] = worker_pb2_grpc.WorkerServiceStub(
             self._channels.get(worker.address, LANE)
         ).Watch(

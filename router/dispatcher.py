@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Final
 
 from opentelemetry import trace
@@ -78,6 +78,7 @@ class Dispatcher:
         self._open = 0
         self._cancels = 0
         self._draining = False
+        self._leaves: Callable[[Submission], bool] = lambda _: False
         self._wake = asyncio.Event()
         self._idle = asyncio.Event()
         self._idle.set()
@@ -86,9 +87,12 @@ class Dispatcher:
 
     # --- in -----------------------------------------------------------------------------------------------------------
 
-    async def submit(self, request: router_pb2.SubmitRequest) -> router_pb2.SubmitResponse:
-        """The answer, once there is one. Raises TrunklineError. A call that is cancelled takes its submission along."""
-        item = self._joined(request) or self._accepted(request)
+    async def submit(self, request: router_pb2.SubmitRequest, *, hands_back: bool = True) -> router_pb2.SubmitResponse:
+        """The answer, once there is one. Raises TrunklineError. A call that is cancelled takes its submission along.
+
+        `hands_back`: whoever asks goes to another router if this one drains.
+        """
+        item = self._joined(request) or self._accepted(request, hands_back)
         item.waiters += 1
         try:
             return await asyncio.shield(item.answer)
@@ -127,18 +131,26 @@ class Dispatcher:
         """Requests given to a worker that has not answered yet."""
         return self._open - len(self._queue)
 
-    def drain(self) -> None:
-        """Refuse what comes; go on with what is here."""
+    def drain(self, *, hand_back: bool = False) -> None:
+        """Refuse what comes. What waits is placed as before, or `hand_back`: refused, so that another router has it."""
         self._draining = True
+        if hand_back:
+            self._hand_back(lambda item: item.hands_back)
 
     async def drained(self, grace_s: float) -> None:
-        """Returns when nothing is pending; what still waits when the grace is over is refused."""
+        """Returns when nothing is pending. What still waits when the grace is over is refused."""
         try:
             async with asyncio.timeout(grace_s):
                 await self._idle.wait()
         except TimeoutError:
-            for item in list(self._waiting()):
-                self._fail(item, refusals.draining())
+            self._hand_back(lambda _: True)
+        await self._idle.wait()  # for workers' answers, which have their own time limit
+
+    def _hand_back(self, leaves: Callable[[Submission], bool]) -> None:
+        """From now on whoever `leaves` does not wait here."""
+        self._leaves = leaves
+        for item in [item for item in self._waiting() if leaves(item)]:
+            self._fail(item, refusals.draining())
 
     def _joined(self, request: router_pb2.SubmitRequest) -> Submission | None:
         """The pending submission that is the same (id, e, a). A lower one is fenced, whichever of the two it is."""
@@ -159,7 +171,7 @@ class Dispatcher:
             item.fail(refusals.fenced(stamp))
         return None
 
-    def _accepted(self, request: router_pb2.SubmitRequest) -> Submission:
+    def _accepted(self, request: router_pb2.SubmitRequest, hands_back: bool) -> Submission:
         check(request)
         item = Submission(
             request,
@@ -167,6 +179,7 @@ class Dispatcher:
             now=self._clock.monotonic(),
             ttl_s=self._config.ttl_ms / 1000,
             output_weight=self._config.output_weight,
+            hands_back=hands_back,
         )
         self._metrics.submitted.inc()
         if (refusal := self._refusal(item)) is not None:
@@ -348,6 +361,8 @@ class Dispatcher:
             self._abandon(item)
         elif self._clock.monotonic() >= item.expires:
             self._fail(item, refusals.expired())
+        elif self._leaves(item):
+            self._fail(item, refusals.draining())
         elif (error := self._stranded(item)) is not None:
             self._fail(item, error)
         self._wake.set()

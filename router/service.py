@@ -13,9 +13,10 @@ from router.assets import Assets
 from router.catalog import Catalog
 from router.dispatcher import Dispatcher
 from router.policy import Verdict
+from shared import rpc
 from shared.errors import Reason, TrunklineError, Violation
 from shared.lifecycle import Lifecycle
-from shared.wire import PROTOCOL, PROTOCOL_TEXT
+from shared.wire import PROTOCOL
 from trunkline.router.v1 import router_pb2, router_pb2_grpc
 
 PIECE_BYTES: Final = 1 << 20
@@ -32,17 +33,20 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
         self._catalog = catalog
         self._assets = assets
         self._lifecycle = lifecycle
+        self._speaks = lifecycle.identity.protocol
 
     async def Submit(self, request: router_pb2.SubmitRequest, context: Context) -> router_pb2.SubmitResponse:
         """Takes one submission; pending while queued."""
-        return await self._dispatcher.submit(request)
+        call = rpc.current()
+        peer = (call.peer if call else None) or PROTOCOL
+        return await self._dispatcher.submit(request, hands_back=self._speaks.hands_back and peer.hands_back)
 
     async def WatchModels(
         self, request: router_pb2.WatchModelsRequest, context: Context
     ) -> AsyncIterator[router_pb2.WatchModelsResponse]:
         """Reports the models served."""
         if request.protocol_major not in (0, PROTOCOL[0]):
-            raise TrunklineError(Reason.PROTOCOL_MISMATCH, f"protocol {PROTOCOL_TEXT} is understood")
+            raise TrunklineError(Reason.PROTOCOL_MISMATCH, f"protocol {PROTOCOL.text} is understood")
         async with aclosing(self._catalog.watch()) as messages:
             async for message in messages:
                 yield message

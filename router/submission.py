@@ -29,8 +29,16 @@ class Submission:
     """Mutable state of one (id, e, a). Also what the queue orders (`router.queue.Queued`)."""
 
     def __init__(
-        self, request: router_pb2.SubmitRequest, tracer: trace.Tracer, *, now: float, ttl_s: float, output_weight: float
+        self,
+        request: router_pb2.SubmitRequest,
+        tracer: trace.Tracer,
+        *,
+        now: float,
+        ttl_s: float,
+        output_weight: float,
+        hands_back: bool = True,
     ) -> None:
+        """`hands_back`: its gateway goes to another router if this one drains."""
         sub = request.submission
         self.message = sub  # passed on as it is, but for the remaining budget and the trace context
         self.id = sub.request_id
@@ -46,6 +54,7 @@ class Submission:
         self.size = sub.ByteSize()
         self.place = 0
         self.queued = True
+        self.hands_back = hands_back
         self.waiters = 0
         self.arrived = now
         self.decided = now

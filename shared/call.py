@@ -14,6 +14,7 @@ from typing import Final
 from opentelemetry.trace import INVALID_SPAN, Span
 
 from shared.clock import SYSTEM_CLOCK, Clock
+from shared.wire import Version
 
 
 @dataclass(slots=True)
@@ -24,6 +25,7 @@ class Call:
     clock: Clock = SYSTEM_CLOCK
     span: Span = INVALID_SPAN
     work_done: bool = False
+    peer: Version | None = None  # the protocol that the caller speaks, where it says so
 
 
 _CALL: Final[ContextVar[Call | None]] = ContextVar("trunkline_call", default=None)

@@ -15,7 +15,7 @@ from typing import Any, Final, cast
 import grpc
 from opentelemetry import trace
 
-from shared import call, wire
+from shared import call
 from shared.ids import Identity, incarnation_text
 from shared.tracing import inject
 
@@ -30,7 +30,7 @@ class Channels:
 
     def __init__(self, identity: Identity, tracer: trace.Tracer, options: Sequence[tuple[str, Any]]) -> None:
         self._base: Metadata = (
-            (PROTOCOL_KEY, wire.PROTOCOL_TEXT),
+            (PROTOCOL_KEY, identity.protocol.text),
             (INCARNATION_KEY, incarnation_text(identity.incarnation)),
         )
         self._options = options

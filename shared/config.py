@@ -12,17 +12,22 @@ import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import UnionType
-from typing import Any, Final, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Final, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import msgspec
 import yaml
 
 from shared.errors import StartError
+from shared.wire import PROTOCOL
 
 T = TypeVar("T", bound=msgspec.Struct)
 
 _SECRET: Final = re.compile(r"\$\{(env|file):([^}]+)\}")
 _AT: Final = re.compile(r"^(?P<what>.*?)(?: - at `(?P<path>[^`]*)`)?$", re.DOTALL)
+
+
+Minor = Annotated[int, msgspec.Meta(ge=max(0, PROTOCOL.minor - 1), le=PROTOCOL.minor)]
+"""The protocol's minor version to speak: this build's, or the one before."""
 
 
 class ConfigError(StartError):

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from importlib import metadata
 from typing import Final
 
+from shared.wire import PROTOCOL, Version
+
 Rng = random.Random
 
 # The operating system's source: identities must not repeat across processes that start together.
@@ -26,11 +28,12 @@ BUILD: Final = _build()
 
 @dataclass(frozen=True)
 class Identity:
-    """Who a process is: its role (gateway, router, worker), its configured id, and the life of its state."""
+    """Who a process is: its role (gateway, router, worker), its id, the life of its state, and what it speaks."""
 
     role: str
     id: str
     incarnation: int
+    protocol: Version = PROTOCOL
 
 
 def new_request_id(rng: Rng) -> bytes:

@@ -18,6 +18,7 @@ import grpc
 from grpc_status import rpc_status
 from opentelemetry import trace
 from opentelemetry.context import attach
+from prometheus_client import Counter
 
 from shared import call, channels, errors, wire
 from shared.clock import Clock
@@ -31,6 +32,10 @@ _SERVER_ERRORS: Final = frozenset(
     {"UNKNOWN", "DEADLINE_EXCEEDED", "UNIMPLEMENTED", "INTERNAL", "UNAVAILABLE", "DATA_LOSS"}
 )
 _PUSHBACK_KEY: Final = "grpc-retry-pushback-ms"
+
+_broken = Counter(
+    "trunkline_calls_broken_total", "Calls whose connection died under a read or a write, by method.", ["method"]
+)
 
 
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
@@ -85,7 +90,7 @@ class Around(_Interceptor):
         attach(trace.set_span_in_context(span))
         code = "OK"
         try:
-            self._check_protocol(metadata)
+            this.peer = self._peer(metadata)
             yield
             code = _set_code(context)
         except TrunklineError as exc:
@@ -101,6 +106,11 @@ class Around(_Interceptor):
             span.set_attribute("error.type", code)
             raise
         except Exception as exc:
+            if _connection_died(exc):
+                code = "CANCELLED"
+                span.set_attribute("error.type", code)
+                _broken.labels(method).inc()
+                raise asyncio.CancelledError from None  # which grpc takes in silence: there is nobody to answer
             code = "INTERNAL"
             stack = "".join(traceback.format_tb(exc.__traceback__))
             _record(span, type(exc).__name__, "", stack)
@@ -128,16 +138,19 @@ class Around(_Interceptor):
         remaining = cast("float | None", context.time_remaining())
         return None if remaining is None else self._clock.monotonic() + remaining
 
-    def _check_protocol(self, metadata: Any) -> None:
+    def _peer(self, metadata: Any) -> wire.Version | None:
+        """What the caller speaks; None if that is no concern here. Raises PROTOCOL_MISMATCH."""
         spoken = metadata.get(channels.PROTOCOL_KEY)
         if self._public or spoken is None:  # tools that come by reflection speak no version
-            return
-        if spoken.split(".")[0] != str(wire.PROTOCOL[0]):
+            return None
+        peer = wire.spoken(spoken)
+        if peer is None or peer.major != wire.PROTOCOL.major:
             raise TrunklineError(
                 Reason.PROTOCOL_MISMATCH,
                 f"protocol {spoken[:16]} is spoken, {wire.PROTOCOL_TEXT} is understood",
                 metadata={"protocol": wire.PROTOCOL_TEXT},
             )
+        return peer
 
     async def _refuse(
         self, error: TrunklineError, context: grpc.aio.ServicerContext[Any, Any], this: call.Call
@@ -147,6 +160,13 @@ class Around(_Interceptor):
         if self._public:
             trailers += _pushback(error, this.work_done)
         await context.abort(status.code, status.details, trailers)
+
+
+def _connection_died(exc: BaseException) -> bool:
+    """Whether this, or all that it gathers, is grpc's word on a call whose connection is gone."""
+    if isinstance(exc, BaseExceptionGroup):
+        return all(_connection_died(each) for each in exc.exceptions)
+    return isinstance(exc, grpc.aio.InternalError)
 
 
 def _pushback(error: TrunklineError, work_done: bool) -> tuple[tuple[str, str], ...]:

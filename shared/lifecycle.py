@@ -1,6 +1,7 @@
 """A process's life: readiness, drain, signals, ports, exit codes, and the admin service that shows and steers them.
 
-The one rule: readiness goes off first, then work ends, then the process; `run` turns a StartError into one plain line.
+The one rule: readiness goes off first; a moment later, when peers and balancers have noticed, what is new is refused;
+then work ends, then the process. `run` turns a StartError into one plain line.
 """
 
 from __future__ import annotations
@@ -22,14 +23,21 @@ from shared.ids import Identity, incarnation_text
 from shared.ports import PortTaken as PortTaken
 from shared.ports import bind as bind
 from shared.ports import listen as listen
-from shared.wire import PROTOCOL_TEXT
 from trunkline.admin.v1 import admin_pb2, admin_pb2_grpc
 
 
 class Lifecycle:
     """Readiness and drain of one process. Health names: "" (the process), full service names, "model/<name>"."""
 
-    def __init__(self, identity: Identity, *, services: Iterable[str] = (), clock: Clock = SYSTEM_CLOCK) -> None:
+    def __init__(
+        self,
+        identity: Identity,
+        *,
+        services: Iterable[str] = (),
+        clock: Clock = SYSTEM_CLOCK,
+        settle_s: float = 0.0,
+    ) -> None:
+        """`settle_s`: for how long a drain still takes what is new, so that who has not noticed it yet is served."""
         self.identity = identity
         self.ready = False
         self.draining = False
@@ -39,6 +47,8 @@ class Lifecycle:
         self._models: dict[str, bool] = {}
         self._clock = clock
         self._started_at = clock.monotonic()
+        self._settle_s = settle_s
+        self._drain_at = 0.0
         self.version = 0  # counts the changes
         self._change = asyncio.Event()
 
@@ -71,7 +81,19 @@ class Lifecycle:
         if not self.draining:
             self.draining = True
             self.grace_ms = grace_ms
+            self._drain_at = self._clock.monotonic()
             self._update(False, "draining")
+
+    @property
+    def refusing(self) -> bool:
+        """It drains, and the time for others to notice is over: what is new is refused."""
+        return self.draining and self._clock.monotonic() - self._drain_at >= self._settle_s
+
+    async def settled(self) -> None:
+        """Return when it is `refusing`."""
+        await self.wait_drain()
+        while not self.refusing:  # noqa: ASYNC110 - the clock says it, and nobody else
+            await asyncio.sleep(self._drain_at + self._settle_s - self._clock.monotonic())
 
     async def wait_drain(self) -> None:
         """Return once draining has begun."""
@@ -152,7 +174,7 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
             id=life.identity.id,
             incarnation=incarnation_text(life.identity.incarnation),
             build=BUILD,
-            protocol=PROTOCOL_TEXT,
+            protocol=life.identity.protocol.text,
             uptime_s=life.uptime_s,
             ready=life.ready,
             draining=life.draining,

@@ -14,16 +14,56 @@ from array import array
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from enum import Enum
-from typing import Final
+from typing import Final, NamedTuple
 
 from shared.clock import Clock
 from trunkline.common.v1 import common_pb2
 from trunkline.inference.v1 import inference_pb2
 from trunkline.worker.v1 import worker_pb2
 
-PROTOCOL: Final = (1, 0)
-PROTOCOL_TEXT: Final = f"{PROTOCOL[0]}.{PROTOCOL[1]}"
-FEATURES: Final[frozenset[str]] = frozenset({"generate", "encode", "logprobs"})
+
+class Version(NamedTuple):
+    """A version of the protocol. Those of one major interoperate: what a minor brought, a peer of the one before does
+    not send and is not sent.
+
+        1.0   generate, encode
+        1.1   logprobs, a feature; routers that drain hand back what waits (DRAINING) instead of placing it all
+    """
+
+    major: int
+    minor: int
+
+    @property
+    def text(self) -> str:
+        """As metadata carries it."""
+        return f"{self.major}.{self.minor}"
+
+    @property
+    def features(self) -> frozenset[str]:
+        """What a process of this version may ask for, or offer."""
+        return frozenset(name for name, since in _FEATURES.items() if since <= self.minor)
+
+    @property
+    def hands_back(self) -> bool:
+        """A gateway of this version takes DRAINING from a router for a word on that router alone."""
+        return self.minor >= 1
+
+
+_FEATURES: Final = {"generate": 0, "encode": 0, "logprobs": 1}  # and the minor that brought each
+PROTOCOL: Final = Version(1, 1)
+PROTOCOL_TEXT: Final = PROTOCOL.text
+FEATURES: Final = PROTOCOL.features
+
+
+def spoken(text: str) -> Version | None:
+    """The version that a peer's metadata name; None for what is none."""
+    major, _, minor = text.partition(".")
+    return Version(int(major), int(minor)) if _number(major) and _number(minor) else None
+
+
+def _number(text: str) -> bool:
+    return text.isascii() and text.isdigit() and len(text) <= 9
+
 
 HEARTBEAT_S: Final = 0.5
 IDLE_HEARTBEAT_S: Final = 2.0

@@ -28,7 +28,7 @@ from shared.ports import reachable
 from shared.rpc import add_health, add_reflection, make_server
 from shared.state import Store
 from shared.tracing import Tracing
-from shared.wire import LoopLag
+from shared.wire import PROTOCOL, LoopLag
 from trunkline.admin.v1 import admin_pb2, admin_pb2_grpc
 from trunkline.worker.v1 import worker_pb2, worker_pb2_grpc
 from workers.assets import Assets
@@ -119,9 +119,15 @@ async def running(
 
 def _parts(config: WorkerConfig, clock: Clock, rng: Rng, traces: Tracing, store: Store | None) -> _Parts:
     assets = Assets(Path(config.model.path), config.model.name, config.model.version)
-    lifecycle = Lifecycle(Identity("worker", config.id, 0), services=(WORKER_SERVICE,), clock=clock)
+    protocol = PROTOCOL._replace(minor=config.protocol_minor)
+    lifecycle = Lifecycle(
+        Identity("worker", config.id, 0, protocol),
+        services=(WORKER_SERVICE,),
+        clock=clock,
+        settle_s=config.drain_settle_ms / 1e3,
+    )
     observers = Observers(Metrics(assets.model, clock), Spans(traces.tracer, clock))
-    door = Door(config.id, BUILD, clock, observers, _limits(config))
+    door = Door(config.id, BUILD, clock, observers, _limits(config), protocol)
     lag = LoopLag(clock)
     worker = Worker(config, assets, door, lifecycle, lag.lag_s, rng)
     drain = Drain(
@@ -131,6 +137,7 @@ def _parts(config: WorkerConfig, clock: Clock, rng: Rng, traces: Tracing, store:
         clock,
         artefact_hash=assets.manifest.artefact_hash,
         grace_s=config.drain_grace_ms / 1e3,
+        release=config.drain_release,
     )
     return _Parts(config, clock, assets, door, lifecycle, lag, worker, drain, store)
 

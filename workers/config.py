@@ -6,7 +6,8 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from shared.config import LogConfig, TracingConfig
+from shared.config import LogConfig, Minor, TracingConfig
+from shared.wire import PROTOCOL
 from workers.engine.options import EngineOptions
 
 Positive = Annotated[int, msgspec.Meta(ge=1)]
@@ -68,7 +69,10 @@ class WorkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ops_listen: str = "127.0.0.1:0"
     advertise: str = ""  # host under which others reach this process; empty: the one it listens on
     redis_url: str = ""  # empty: not registered anywhere, found by routers' static lists
-    drain_grace_ms: Positive = 600_000
+    drain_settle_ms: Natural = 1_000  # of a drain in which what is new is still taken, for routers to notice
+    drain_release: bool = True  # hand back what runs, unless this is the last replica; else let it finish
+    drain_grace_ms: Positive = 600_000  # for what runs to finish; then it is handed back
+    protocol_minor: Minor = PROTOCOL.minor
     engine: EngineConfig = EngineConfig()
     door: DoorConfig = DoorConfig()
     tracing: TracingConfig = TracingConfig()

@@ -6,10 +6,10 @@ Owns the incarnation. The one rule: everything that changes with the engine chan
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
-from shared.ids import Identity, Rng, incarnation_text, new_incarnation
+from shared.ids import Rng, incarnation_text, new_incarnation
 from shared.lifecycle import BUILD, Lifecycle
-from shared.wire import FEATURES, PROTOCOL
 from trunkline.common.v1 import common_pb2
 from trunkline.worker.v1 import worker_pb2
 from workers.assets import Assets
@@ -54,7 +54,7 @@ class Worker:
         door = self._config.door
         capacity = Capacity(door.max_requests, self._config.engine.max_held, int(served.kv_tokens * door.kv_overcommit))
         self._served, self._ready = served, ready
-        self._lifecycle.identity = Identity("worker", self._config.id, served.incarnation)
+        self._lifecycle.identity = replace(self._lifecycle.identity, incarnation=served.incarnation)
         self._door.engine_up(served, capacity, send)
         self._lifecycle.set_model(self._assets.model, True)
         self._lifecycle.set_ready(True)
@@ -76,20 +76,23 @@ class Worker:
         """What is served; known once a first engine was ready."""
         if self._served is None or self._ready is None:
             return []
-        taking = self._door.served is not None and not self._door.draining
-        return [self._assets.described(self._served, self._ready, taking=taking)]
+        return [self._assets.described(self._served, self._ready, taking=self._taking)]
+
+    @property
+    def _taking(self) -> bool:
+        return self._door.served is not None and not self._door.draining
 
     def description(self) -> worker_pb2.DescribeResponse:
         """For Describe."""
-        ready = self._ready
+        ready, protocol = self._ready, self._lifecycle.identity.protocol
         return worker_pb2.DescribeResponse(
             worker_id=self._config.id,
             incarnation=self._door.incarnation,
             build=BUILD,
-            protocol_major=PROTOCOL[0],
-            protocol_minor=PROTOCOL[1],
+            protocol_major=protocol.major,
+            protocol_minor=protocol.minor,
             versions=self.versions(),
-            features=sorted(FEATURES),
+            features=sorted(protocol.features),
             kernel_mode=ready.kernel_mode if ready else "",
             numeric_path=ready.path if ready else "",
             device=self._config.engine.device,
@@ -100,8 +103,8 @@ class Worker:
         )
 
     def registration(self) -> dict[str, str]:
-        """Fields of its registration that change with the engine."""
-        return {"incarnation": incarnation_text(self._door.incarnation)}
+        """Fields of its registration that change with the engine, or when it drains."""
+        return {"incarnation": incarnation_text(self._door.incarnation), "taking": "1" if self._taking else "0"}
 
     def gauges(self) -> dict[str, float]:
         """For the admin service."""
@@ -123,7 +126,7 @@ class Worker:
             incarnation=new_incarnation(self._rng),
             artefact_hash=ready.artefact_hash,
             tokenizer_hash=ready.tokenizer_hash,
-            features=FEATURES,
+            features=self._lifecycle.identity.protocol.features,
             vocab_size=ready.vocab_size,
             max_context=ready.max_context,
             block_size=ready.block_size,

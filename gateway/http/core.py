@@ -20,6 +20,7 @@ class Generation(Protocol):
     """One admitted generation."""
 
     on_stuck: Callable[[], object]  # called once if its client takes nothing for too long
+    whole: bool  # its client gets all of it at once, at the end
 
     @property
     def resumable(self) -> bool:

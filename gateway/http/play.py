@@ -117,6 +117,11 @@ class WholeAnswer(Answer):
         super().__init__(form, choices, clock, answer_id)
         self._texts: dict[int, ChoiceText] = {}
 
+    def begin(self, prompt: int, generation: Generation) -> None:
+        """A prompt's generation was admitted."""
+        super().begin(prompt, generation)
+        generation.whole = True
+
     async def take(self, prompt: int, response: inference_pb2.GenerateResponse) -> None:
         """An event; text is collected."""
         if response.WhichOneof("event") == "delta":

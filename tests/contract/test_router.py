@@ -73,7 +73,8 @@ class Client:
 async def serving(*workers: FakeWorker, **settings: Any) -> AsyncIterator[Client]:
     """A router that knows these workers; when the scope ends without error, each submission taken has ended once."""
     registry = CollectorRegistry()
-    config = RouterConfig(id="r1", workers=tuple(w.address for w in workers), **{"queue": QUICK, **settings})
+    given = {"queue": QUICK, "drain_settle_ms": 0, **settings}
+    config = RouterConfig(id="r1", workers=tuple(w.address for w in workers), **given)
     channels = Channels(Identity("gateway", "g1", 99), TracerProvider().get_tracer("test"))
     try:
         async with running(config, rng=random.Random(1), registry=registry) as router:

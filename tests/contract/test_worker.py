@@ -84,6 +84,7 @@ async def serving(tmp_path: Path, **settings: Any) -> AsyncIterator[Bench]:
         "id": "w1",
         "model": {"path": str(tmp_path / "artefact"), "name": "nothing", "version": "v1"},
         "engine": {"module": "tests.fakes.engine", "flags": flags, "kv_blocks": 2048, **settings.pop("engine", {})},
+        "drain_settle_ms": 0,
         "drain_grace_ms": 200,
         **settings,
     }

@@ -49,6 +49,7 @@ class Process:
             "id": name,
             "model": {"path": str(tmp_path / "artefact"), "name": "nothing", "version": "v1"},
             "engine": {"module": "tests.fakes.engine", "flags": flags, **settings.pop("engine", {})},
+            "drain_settle_ms": 0,
             **settings,
         }
         path = tmp_path / f"{name}.yaml"

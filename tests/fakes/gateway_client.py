@@ -137,9 +137,8 @@ async def serving(
         http_listen="127.0.0.1:0",
         redis_url=store,
         routers=[router.address for router in routers],
-        drain_grace_ms=2000,
         limits=limits,
-        **settings,
+        **{"drain_settle_ms": 0, "drain_grace_ms": 2000, **settings},
     )
     async with running(config, clock=clock, rng=random.Random(seed)) as gateway:
         while routers and not gateway.lifecycle.ready:

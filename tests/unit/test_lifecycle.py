@@ -25,6 +25,7 @@ from shared.ids import BUILD, Identity
 from shared.lifecycle import AdminServicer, Lifecycle, PortTaken, bind, listen, run
 from shared.ops_http import HttpServer, serve_ops
 from shared.ports import _name, address_of
+from shared.wire import PROTOCOL_TEXT
 from tests.fakes.clock import FakeClock
 from trunkline.admin.v1 import admin_pb2, admin_pb2_grpc
 
@@ -289,7 +290,7 @@ async def test_the_admin_service_shows_the_process_and_begins_its_drain(clock: F
     async with admin(life) as stub:
         status = await stub.GetStatus(admin_pb2.GetStatusRequest())
         assert status == admin_pb2.GetStatusResponse(
-            role="router", id="r0", incarnation="00000000000000ff", build=BUILD, protocol="1.0", uptime_s=12.5,
+            role="router", id="r0", incarnation="00000000000000ff", build=BUILD, protocol=PROTOCOL_TEXT, uptime_s=12.5,
             ready=True, detail="degraded", gauges={"queued": 2},
         )  # fmt: skip
         for _ in range(2):

@@ -22,6 +22,7 @@ from shared import rpc
 from shared.errors import Reason, TrunklineError, Violation, from_rpc
 from shared.ids import Identity
 from shared.lifecycle import Lifecycle, bind
+from shared.wire import PROTOCOL_TEXT
 from trunkline.router.v1 import router_pb2, router_pb2_grpc
 from trunkline.worker.v1 import worker_pb2, worker_pb2_grpc
 
@@ -446,7 +447,7 @@ async def test_another_major_version_is_refused_between_services(spoken: str | N
             assert (await call).position == 3
         else:
             error = await refused(call)
-            assert (error.reason, error.metadata["protocol"]) == (Reason.PROTOCOL_MISMATCH, "1.0")
+            assert (error.reason, error.metadata["protocol"]) == (Reason.PROTOCOL_MISMATCH, PROTOCOL_TEXT)
 
 
 # --- health and reflection ---

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from shared.clock import Clock
 from shared.errors import Reason, TrunklineError
-from shared.wire import ORPHAN_GRACE_S, TOMBSTONE_S
+from shared.wire import ORPHAN_GRACE_S, PROTOCOL, TOMBSTONE_S, Version
 from trunkline.worker.v1 import worker_pb2
 from workers.door import events
 from workers.door.admission import Admission
@@ -41,8 +41,17 @@ class Limits:
 class Door:
     """See the module."""
 
-    def __init__(self, worker_id: str, build: str, clock: Clock, observer: Observer, limits: Limits) -> None:
+    def __init__(
+        self,
+        worker_id: str,
+        build: str,
+        clock: Clock,
+        observer: Observer,
+        limits: Limits,
+        protocol: Version = PROTOCOL,
+    ) -> None:
         self.closed = False
+        self.draining = False  # says so; refusing what is new may come later
         self._outlets = Outlets(clock, limits.orphan_grace_s)
         self._fences = Fences(clock, ttl_s=limits.tombstone_s)
         self._holdings = Holdings(self._fences, self._outlets, observer, clock)
@@ -60,6 +69,7 @@ class Door:
             lambda: self.engine.pulse,
             worker_id=worker_id,
             build=build,
+            protocol=protocol,
             window=limits.window,
         )
 
@@ -72,11 +82,6 @@ class Door:
     def incarnation(self) -> int:
         """The worker's: its engine's life; 0 while no engine is ready."""
         return self._holdings.incarnation
-
-    @property
-    def draining(self) -> bool:
-        """New work is refused."""
-        return self._admission.draining
 
     @property
     def held(self) -> int:
@@ -106,10 +111,15 @@ class Door:
         """The engine is gone, and with it the incarnation."""
         self.engine.down(message)
 
+    def leave(self) -> None:
+        """Tells routers to send no more; takes what comes from those who have not heard."""
+        self.draining = True
+        self.loads.changed()
+
     def drain(self) -> None:
         """Refuses new work from now on."""
         self._admission.draining = True
-        self.loads.changed()
+        self.leave()
 
     def release(self) -> None:
         """Hands what runs back to its owners, who go on elsewhere."""

@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 from shared.clock import Clock
 from shared.errors import Reason, TrunklineError
-from shared.wire import HEARTBEAT_S, PROTOCOL, Stamp
+from shared.wire import HEARTBEAT_S, Stamp, Version
 from trunkline.worker.v1 import worker_pb2
 from workers.door import events
 from workers.door.hello import reconcile
@@ -35,6 +35,7 @@ class GatewaySide:
         *,
         worker_id: str,
         build: str,
+        protocol: Version,
         window: Window,
     ) -> None:
         self._holdings = holdings
@@ -43,6 +44,7 @@ class GatewaySide:
         self._pulse = pulse
         self._worker_id = worker_id
         self._build = build
+        self._protocol = protocol
         self._window = window
 
     def connect(self, hello: worker_pb2.Hello, wake: Callable[[], None]) -> Stream:
@@ -89,7 +91,7 @@ class GatewaySide:
         self._holdings.outlets.disconnect(stream)
 
     def _check(self, hello: worker_pb2.Hello) -> Served:
-        if hello.protocol_major != PROTOCOL[0]:
+        if hello.protocol_major != self._protocol.major:
             raise TrunklineError(Reason.PROTOCOL_MISMATCH, f"protocol {hello.protocol_major} is not spoken here")
         if not (hello.id and hello.incarnation and hello.stream_generation):
             raise TrunklineError(Reason.BAD_FIELD, "Hello must have id, incarnation and stream_generation")
@@ -103,8 +105,8 @@ class GatewaySide:
 
     def _hello(self, hello: worker_pb2.Hello, served: Served) -> worker_pb2.Hello:
         return worker_pb2.Hello(
-            protocol_major=PROTOCOL[0],
-            protocol_minor=PROTOCOL[1],
+            protocol_major=self._protocol.major,
+            protocol_minor=self._protocol.minor,
             build=self._build,
             id=self._worker_id,
             incarnation=served.incarnation,

@@ -122,7 +122,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         self, request: worker_pb2.WatchRequest, context: Context
     ) -> None:
         """One router's reports."""
-        if request.protocol_major != PROTOCOL[0]:
+        if request.protocol_major != PROTOCOL.major:
             raise TrunklineError(Reason.PROTOCOL_MISMATCH, f"protocol {request.protocol_major} is not spoken here")
         wake = asyncio.Event()
         watch = Watch(self._door, self._clock, self._worker_id, self._versions, request.router_incarnation, wake.set)
