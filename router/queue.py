@@ -3,8 +3,10 @@
 Owns the order in which waiting requests are offered to workers. The one rule: an item leaves by `discard` or by `take`;
 what was taken is later either `put_back`, to where it stood, or `settled`.
 
-Order inside a lane: higher priority first; within one priority, start-time fair queueing over tenants (Goyal, Vin and
-Cheng, 1996), in tokens instead of bytes. Each tenant t that waits has a tag C(t), the level has a virtual time V:
+Order inside a lane: higher priority first; within one priority, what has begun and was moved here before what is new,
+since it has waited its turn once and its reader is in the middle of it. Within one such level, start-time fair queueing
+over tenants (Goyal, Vin and Cheng, 1996), in tokens instead of bytes. Each tenant t that waits has a tag C(t), the
+level has a virtual time V:
 
     t starts to wait:   C(t) = max(C(t), V)
     next is the tenant with the smallest C (equal tags: the earliest arrival), and of its items the first to arrive
@@ -43,6 +45,10 @@ class Queued(Protocol):
         """Higher goes first."""
 
     @property
+    def begun(self) -> bool:
+        """It has tokens already; it goes before those of its priority that have none."""
+
+    @property
     def cost(self) -> int:
         """Tokens it is charged at, at least 1."""
 
@@ -78,8 +84,12 @@ class DrainMeter:
         return (len(self._times) - 1) / span if span >= self.SHORTEST_S else None
 
 
+_Rank = tuple[int, bool]
+"""Priority, begun: of the greatest first."""
+
+
 class _Level(Generic[ItemT]):
-    """Items of one lane and priority."""
+    """Items of one lane and rank."""
 
     def __init__(self) -> None:
         self._waiting: dict[str, list[ItemT]] = {}  # each list ascends in place
@@ -132,19 +142,19 @@ class _Lane(Generic[ItemT]):
     """Items that wait for the same workers. Lives as long as any of them may wait here or come back."""
 
     def __init__(self, clock: Clock) -> None:
-        self.levels: dict[int, _Level[ItemT]] = {}
+        self.levels: dict[_Rank, _Level[ItemT]] = {}
         self.waiting = 0
         self.out = 0  # taken and not settled
         self.drain = DrainMeter(clock)  # of the present backlog: begun anew when nothing waits
 
     def in_order(self) -> Iterator[ItemT]:
-        for priority in sorted(self.levels, reverse=True):
-            yield from self.levels[priority].in_order()
+        for rank in sorted(self.levels, reverse=True):
+            yield from self.levels[rank].in_order()
 
     def ahead(self, item: ItemT) -> int:
         """Items that go before this one if none comes, goes or fails."""
-        above = sum(len(level) for priority, level in self.levels.items() if priority > item.priority)
-        level = self.levels[item.priority].in_order()
+        above = sum(len(level) for rank, level in self.levels.items() if rank > _rank(item))
+        level = self.levels[_rank(item)].in_order()
         return above + next(i for i, other in enumerate(level) if other is item)
 
 
@@ -226,9 +236,9 @@ class Queue(Generic[ItemT]):
         lane = self._lanes.get(item.lane)
         if lane is None:
             lane = self._lanes[item.lane] = _Lane(self._clock)
-        level = lane.levels.get(item.priority)
+        level = lane.levels.get(_rank(item))
         if level is None:
-            level = lane.levels[item.priority] = _Level()
+            level = lane.levels[_rank(item)] = _Level()
         level.insert(item, refund)
         lane.waiting += 1
         self._length += 1
@@ -237,7 +247,7 @@ class Queue(Generic[ItemT]):
 
     def _remove(self, item: ItemT, charge: int) -> None:
         lane = self._lanes[item.lane]
-        lane.levels[item.priority].remove(item, charge)
+        lane.levels[_rank(item)].remove(item, charge)
         lane.waiting -= 1
         if not lane.waiting:
             lane.drain = DrainMeter(self._clock)
@@ -251,6 +261,10 @@ class Queue(Generic[ItemT]):
         lane = self._lanes[name]
         if not lane.waiting and not lane.out:
             del self._lanes[name]
+
+
+def _rank(item: Queued) -> _Rank:
+    return item.priority, item.begun
 
 
 def _place(item: Queued) -> int:

@@ -47,6 +47,7 @@ class Submission:
         self.model = request.model
         self.tenant = request.tenant
         self.priority = sub.priority
+        self.begun = any(choice.emitted for choice in sub.generate.choices)
         self.need = need_of(request)
         # Prefill and the longest possible output in tokens: what is known of the cost before the work is done.
         output = max(0, request.kv_tokens - request.prefill_tokens)

@@ -89,6 +89,7 @@ class Job:
     scheduled: float | None = None
     first_token: float | None = None
     steps: int = 0
+    begun: bool = False  # it came with tokens
 
     @property
     def key(self) -> int:
@@ -185,16 +186,17 @@ class Formula:
         prompt = len(spec.prompt) // 4
         lines = [Line(c.index, prompt + len(c.emitted) // 4, len(c.emitted) // 4) for c in spec.choices]
         ends = () if spec.ignore_eos else self.shape.eos_token_ids
-        return Job(spec, lines, frozenset((*ends, *spec.stop_token_ids)), self.now)
+        begun = any(line.output for line in lines)
+        return Job(spec, lines, frozenset((*ends, *spec.stop_token_ids)), self.now, begun=begun)
 
     def _batch(self) -> Iterator[tuple[Job, Line]]:
-        """Lines of this step: all that decode, then prefills inside the budget."""
+        """Lines of this step: all that decode, then prefills inside the budget: under way or begun elsewhere first."""
         lines = [(job, line) for job in self.jobs.values() if not job.paused for line in job.lines if not line.done]
         decoding = [(job, line) for job, line in lines if line.decodes]
         yield from decoding
         room = self.shape.max_seqs - len(decoding)
         budget = self.shape.max_batch_tokens - len(decoding)
-        for job, line in lines:
+        for job, line in sorted(lines, key=lambda each: not (each[1].computed or each[0].begun)):
             if room > 0 and budget > 0 and not line.decodes:
                 room, budget = room - 1, budget - (line.length - line.computed)
                 yield job, line

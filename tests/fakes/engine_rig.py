@@ -128,8 +128,16 @@ class Rig:
         raise AssertionError("the engine does not come to an end")
 
 
-def admit(key: int, prompt: Sequence[int], max_tokens: int = 8, *, choices: int = 1, **rest: object) -> m.Admit:
-    """A greedy generation of `choices` fresh choices unless `rest` says otherwise."""
+def admit(
+    key: int,
+    prompt: Sequence[int],
+    max_tokens: int = 8,
+    *,
+    choices: int = 1,
+    emitted: Sequence[int] = (),
+    **rest: object,
+) -> m.Admit:
+    """A greedy generation of `choices` choices that have `emitted`, unless `rest` says otherwise."""
     rest.setdefault("sampling", m.Sampling())
-    fresh = [m.ChoiceIn(index) for index in range(choices)]
-    return m.Admit(key, m.pack_tokens(prompt), fresh, max_tokens=max_tokens, **rest)  # type: ignore[arg-type]
+    begun = [m.ChoiceIn(index, m.pack_tokens(emitted)) for index in range(choices)]
+    return m.Admit(key, m.pack_tokens(prompt), begun, max_tokens=max_tokens, **rest)  # type: ignore[arg-type]

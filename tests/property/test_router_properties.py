@@ -25,6 +25,7 @@ class Item:
     tenant: str
     cost: int
     priority: int = 0
+    begun: bool = False
     size: int = 1
     lane: tuple[str, str] = LANE
     place: int = 0
@@ -57,15 +58,18 @@ def test_tenants_that_wait_together_get_equal_tokens_up_to_one_request_each(
         assert max(served.values()) - min(served.values()) <= dearest[0] + dearest[1]
 
 
-@given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(1, 100), st.integers(0, 2)), max_size=40), st.data())
+ARRIVALS = st.tuples(st.sampled_from("abc"), st.integers(1, 100), st.integers(0, 2), st.booleans())
+
+
+@given(st.lists(ARRIVALS, max_size=40), st.data())
 def test_coming_going_and_returning_keeps_every_item_once_and_each_tenants_own_order(
-    arrivals: list[tuple[str, int, int]], data: st.DataObject
+    arrivals: list[tuple[str, int, int, bool]], data: st.DataObject
 ) -> None:
     queue: Queue[Item] = Queue(FakeClock(), 1000, 1000, 1000)
     inside: set[Item] = set()
     outside: list[Item] = []
-    for tenant, cost, priority in arrivals:
-        item = Item(tenant, cost, priority)
+    for tenant, cost, priority, begun in arrivals:
+        item = Item(tenant, cost, priority, begun)
         queue.put(item)
         inside.add(item)
         match data.draw(st.sampled_from(["take", "discard", "back", "nothing"])):
@@ -85,9 +89,10 @@ def test_coming_going_and_returning_keeps_every_item_once_and_each_tenants_own_o
     order = list(queue.in_order(LANE))
     assert len(order) == len(queue) == len(inside)
     assert set(order) == inside
-    assert [item.priority for item in order] == sorted((item.priority for item in order), reverse=True)
-    for own in {(item.tenant, item.priority) for item in order}:
-        places = [item.place for item in order if (item.tenant, item.priority) == own]
+    ranks = [(item.priority, item.begun) for item in order]
+    assert ranks == sorted(ranks, reverse=True)
+    for own in {(item.tenant, item.priority, item.begun) for item in order}:
+        places = [item.place for item in order if (item.tenant, item.priority, item.begun) == own]
         assert places == sorted(places)
     assert [queue.ahead(item) for item in order] == list(range(len(order)))
 

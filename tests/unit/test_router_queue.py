@@ -18,6 +18,7 @@ class Item:
     name: str
     tenant: str = "t"
     priority: int = 0
+    begun: bool = False
     cost: int = 10
     size: int = 100
     lane: tuple[str, str] = A
@@ -45,6 +46,29 @@ def test_higher_priority_goes_first_whoever_owns_it(clock: FakeClock) -> None:
     queue.put(Item("b", "x", priority=5))
     queue.put(Item("c", "y", priority=1))
     assert names(queue) == "bca"
+
+
+def test_what_has_begun_goes_before_what_is_new_but_not_before_a_higher_priority(clock: FakeClock) -> None:
+    queue = make(clock)
+    items = [Item("a", "x"), Item("b", "y", priority=1), Item("C", "y", begun=True), Item("D", "x", begun=True)]
+    for item in items:
+        queue.put(item)
+    assert names(queue) == "bCDa"
+    assert [queue.ahead(item) for item in items] == [3, 0, 1, 2]
+
+
+def test_begun_items_of_several_tenants_are_fair_among_themselves_and_come_back_to_their_place(
+    clock: FakeClock,
+) -> None:
+    queue = make(clock)
+    for name, tenant in [("A", "x"), ("B", "x"), ("C", "y"), ("D", "y")]:
+        queue.put(Item(name, tenant, begun=True))
+    assert names(queue) == "ACBD"
+    first = next(queue.in_order(A))
+    queue.take(first)
+    queue.put(Item("e", "z"))
+    queue.put_back(first)
+    assert names(queue) == "ACBDe"
 
 
 def test_tenants_alternate_by_tokens_not_by_requests(clock: FakeClock) -> None:

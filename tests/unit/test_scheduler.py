@@ -73,6 +73,17 @@ def test_the_line_is_by_priority_then_by_arrival() -> None:
     assert order == [3, 3, 1, 1, 2, 2]
 
 
+def test_what_begun_elsewhere_goes_before_what_waits_but_not_before_a_higher_priority() -> None:
+    desk = Desk(seqs=1)
+    desk.add(1, [1] * 4, 2)
+    assert shape(desk.step())[0][0] == 1
+    desk.add(2, [2] * 4, 2)
+    desk.add(3, [3] * 4, 4, emitted=[7, 7])
+    desk.add(4, [4] * 4, 2, priority=1)
+    order = [shape(desk.step())[0][0] for _ in range(7)]
+    assert order == [1, 4, 4, 3, 3, 2, 2]
+
+
 def test_whoever_does_not_fit_holds_back_those_behind_him() -> None:
     desk = Desk(blocks=4, seqs=8)
     desk.add(1, [1] * 30, 10)

@@ -3,10 +3,11 @@
 Owns the waiting and running sequences and their blocks; pure (no clock, no tensors, no randomness). The one rule: call
 `plan`, compute every span of it, then `advance` each; nothing else moves `computed`.
 
-Why nothing starves or livelocks: the waiting line is strict (priority, arrival, choice) and stops at the first sequence
-that does not fit; the victim of a preemption is always the most junior, so the most senior always moves; a victim keeps
-its prefix cached; and after `preemption_cap` preemptions a sequence enters only with all blocks it can ever need, and
-is then no victim any more. A sequence that could not fit into the empty pool is refused before it gets here.
+Why nothing starves or livelocks: the waiting line is strict (priority, begun elsewhere, arrival, choice) and stops at
+the first sequence that does not fit; the victim of a preemption is always the most junior, so the most senior always
+moves; a victim keeps its prefix cached; and after `preemption_cap` preemptions a sequence enters only with all blocks
+it can ever need, and is then no victim any more. A sequence that could not fit into the empty pool is refused before
+it gets here.
 """
 
 from __future__ import annotations
@@ -280,7 +281,7 @@ def _written(spans: list[Span]) -> Tokens:
     return np.concatenate(tables) if tables else np.zeros(0, np.int32)
 
 
-def _seniority(sequence: Sequence) -> tuple[int, int, int]:
+def _seniority(sequence: Sequence) -> tuple[int, bool, int, int]:
     return sequence.order
 
 

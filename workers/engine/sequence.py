@@ -73,9 +73,10 @@ class Sequence:
         self._keys: list[Key] = []
 
     @property
-    def order(self) -> tuple[int, int, int]:
-        """Seniority: higher priority, then earlier arrival, then lower choice; smallest first."""
-        return (-self.request.priority, self.request.rank, self.choice)
+    def order(self) -> tuple[int, bool, int, int]:
+        """Seniority: higher priority, then begun elsewhere, then earlier arrival, then lower choice; smallest first."""
+        request = self.request
+        return (-request.priority, not request.begun, request.rank, self.choice)
 
     @property
     def tokens(self) -> Tokens:
@@ -147,6 +148,7 @@ class Request:
     rank: int  # order of arrival
     arrived: float
     deadline: float  # infinity without a budget
+    begun: bool = False  # it came with tokens: it has had its turn, and its reader is in the middle of them
     sequences: list[Sequence] = field(default_factory=list)
     alive: int = 0  # sequences that have not ended
     stop_ids: tuple[int, ...] = ()
@@ -183,7 +185,8 @@ class Request:
 def generation(spec: Admit, rank: int, now: float, ends: Items[int], max_context: int) -> Request:
     """The request of an `Admit`. `ends` are the model's end-of-sequence ids."""
     stops = tuple(sorted({*spec.stop_token_ids, *(() if spec.ignore_eos else ends)}))
-    request = Request(spec, rank, now, _deadline(spec, now), stop_ids=stops)
+    begun = any(choice.emitted for choice in spec.choices)
+    request = Request(spec, rank, now, _deadline(spec, now), begun, stop_ids=stops)
     prompt = unpack_tokens(spec.prompt)
     limit = min(len(prompt) + spec.max_tokens, max_context)
     scope = spec.cache_scope or _private_scope(spec.key, 0)
