@@ -111,7 +111,7 @@ class Admission:
             by = "local"
         _admissions.labels(by, found.limit if isinstance(found, Refused) else "ok").inc()
         if isinstance(found, Refused):
-            raise _refusal(found, dict(scopes)[found.scope])
+            raise _refusal(found, scopes)
         return Reservation(_headroom(found, scopes), lambda used: self.settle(tenant, request_id, used))
 
     def adopt(self, tenant: str, request_id: str) -> Reservation:
@@ -144,7 +144,7 @@ class Admission:
             return Left(*answer[1:])
         if answer[0] == 2:
             raise KeyTaken(_text(answer[1]), claims is not None and _text(answer[2]) == claims[1].hex())
-        return Refused(_text(answer[1]), answer[2], _text(answer[3]))
+        return Refused(_text(answer[1]), answer[2], _text(answer[3]), Left(*answer[4:]))
 
     def settle(self, tenant: str, request_id: str, used: int | None) -> None:
         """End a lease that used so much; None: nobody knows, so it counts in full. Written behind."""
@@ -181,7 +181,9 @@ def _refuse_what_never_fits(scopes: _Scopes, tokens: int) -> None:
         )
 
 
-def _refusal(refused: Refused, rates: Rates) -> TrunklineError:
+def _refusal(refused: Refused, scopes: _Scopes) -> TrunklineError:
+    """What is left of the limits goes with it, as on an answer."""
+    rates = dict(scopes)[refused.scope]
     scope = "all models" if refused.scope == "*" else refused.scope
     what, limit, retry_s = {
         "RPM": ("requests per minute", rates.rpm, refused.wait_us / 1e6),
@@ -191,7 +193,11 @@ def _refusal(refused: Refused, rates: Rates) -> TrunklineError:
     return TrunklineError(
         Reason(refused.limit),
         f"The limit of {limit} {what} for {scope} is reached.",
-        metadata={"subject": f"{refused.limit} {refused.scope}", "limit": str(limit)},
+        metadata={
+            "subject": f"{refused.limit} {refused.scope}",
+            "limit": str(limit),
+            **_headroom(refused.left, scopes).headers(),
+        },
         retry_after_s=retry_s,
     )
 

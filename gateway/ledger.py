@@ -48,14 +48,27 @@ class Headroom:
     remaining_tokens: int
     reset_tokens_s: float
 
+    def headers(self) -> dict[str, str]:
+        """By the names that OpenAI's clients know."""
+        return {
+            "x-ratelimit-limit-requests": str(self.limit_requests),
+            "x-ratelimit-remaining-requests": str(self.remaining_requests),
+            "x-ratelimit-reset-requests": f"{self.reset_requests_s:.3f}s",
+            "x-ratelimit-limit-tokens": str(self.limit_tokens),
+            "x-ratelimit-remaining-tokens": str(self.remaining_tokens),
+            "x-ratelimit-reset-tokens": f"{self.reset_tokens_s:.3f}s",
+        }
+
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """Nothing was taken. `limit` is RPM, TPM or CONCURRENCY; `wait_us` the time after which it may fit."""
+    """Nothing was taken. `limit` is RPM, TPM or CONCURRENCY; `wait_us` the time after which it may fit; `left`: what is
+    left without it."""
 
     limit: str
     wait_us: int
     scope: str
+    left: Left
 
 
 @dataclass(slots=True)
@@ -108,30 +121,27 @@ class Ledger:
         """Take one request and `tokens` from every scope, or nothing."""
         own = self._tenant(tenant, now)
         _sweep(own, now)
-        refusals: list[Refused] = []
-        takes = []
+        refusals: list[tuple[int, str, str]] = []  # wait, limit, scope
+        takes, stands = [], []
         for scope, rates in scopes:
             clocks = own.scopes.setdefault(scope, _Clocks())
+            stands.append((rates, max(clocks.requests, now), max(clocks.tokens, now)))
             requests = max(clocks.requests, now) + _cost(1, rates.rpm)
             until = max(clocks.tokens, now) + _cost(tokens, rates.tpm)
-            refusals.append(Refused("RPM", requests - now - MINUTE_US, scope))
-            refusals.append(Refused("TPM", until - now - MINUTE_US, scope))
-            refusals.append(Refused("CONCURRENCY", int(clocks.held >= rates.concurrency), scope))
-            takes.append((clocks, rates, requests, until))
-        worst = max(refusals, key=lambda refused: refused.wait_us)
-        if worst.wait_us > 0:
-            return worst
+            refusals.append((requests - now - MINUTE_US, "RPM", scope))
+            refusals.append((until - now - MINUTE_US, "TPM", scope))
+            refusals.append((int(clocks.held >= rates.concurrency), "CONCURRENCY", scope))
+            takes.append((rates, requests, until))
+        wait_us, limit, named = max(refusals, key=lambda refused: refused[0])
+        if wait_us > 0:
+            return Refused(limit, wait_us, named, _left(stands, now))
         parts = []
-        for clocks, rates, requests, until in takes:
+        for (scope, _), (rates, requests, until) in zip(scopes, takes, strict=True):
+            clocks = own.scopes[scope]
             parts.append(_Part(clocks, rates.tpm, until, clocks.credits))
             clocks.requests, clocks.tokens, clocks.held = requests, until, clocks.held + 1
         own.leases[request] = _Lease(now + ttl, tokens, tuple(parts))
-        return Left(
-            min((MINUTE_US - (requests - now)) // _cost(1, rates.rpm) for _, rates, requests, _ in takes),
-            max(requests - now for _, _, requests, _ in takes),
-            min((MINUTE_US - (until - now)) * rates.tpm // MINUTE_US for _, rates, _, until in takes),
-            max(until - now for *_, until in takes),
-        )
+        return _left(takes, now)
 
     def settle(self, tenant: str, request: str, used: int, now: int) -> bool:
         """Give back what a lease did not use; False where there is no such lease (any more)."""
@@ -151,6 +161,16 @@ class Ledger:
         if tenant not in self._tenants and len(self._tenants) >= MAX_TENANTS:
             self._tenants = {name: own for name, own in self._tenants.items() if not own.idle(now)}
         return self._tenants.setdefault(tenant, _Tenant())
+
+
+def _left(clocks: Sequence[tuple[Rates, int, int]], now: int) -> Left:
+    """By rates, clock of requests, clock of tokens of every scope."""
+    return Left(
+        min((MINUTE_US - (requests - now)) // _cost(1, rates.rpm) for rates, requests, _ in clocks),
+        max(requests - now for _, requests, _ in clocks),
+        min((MINUTE_US - (until - now)) * rates.tpm // MINUTE_US for rates, _, until in clocks),
+        max(until - now for *_, until in clocks),
+    )
 
 
 def _sweep(own: _Tenant, now: int) -> None:

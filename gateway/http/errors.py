@@ -44,7 +44,8 @@ def body(error: TrunklineError) -> dict[str, Any]:
 
 def response(error: TrunklineError, headers: dict[str, str] | None = None) -> Response:
     """The HTTP answer of an error."""
-    headers = dict(headers or {})
+    limits = {name: value for name, value in error.metadata.items() if name.startswith("x-ratelimit-")}
+    headers = {**(headers or {}), **limits}
     if error.retry_after_s is not None:
         headers["retry-after"] = str(math.ceil(error.retry_after_s))
         headers["retry-after-ms"] = str(math.ceil(error.retry_after_s * 1000))

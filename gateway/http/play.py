@@ -17,7 +17,6 @@ from starlette.types import Receive, Scope, Send
 from gateway.http import errors
 from gateway.http.core import Generation, Operation, Resumed
 from gateway.http.forms import DONE, HEARTBEAT, ChoiceText, Chunks, Form, event, receipt_body, usage_body
-from gateway.ledger import Headroom
 from shared.clock import Clock
 from shared.errors import Reason, TrunklineError
 from trunkline.common.v1 import common_pb2
@@ -81,7 +80,7 @@ class Answer:
         for part in list(self._parts.values())[:1]:
             first = part.generation
             made |= {"x-request-id": first.id, "x-trace-id": first.trace_id}
-            made |= _limit_headers(first.headroom) if first.headroom else {}
+            made |= first.headroom.headers() if first.headroom else {}
         return made
 
     def head(self) -> tuple[str, int, str]:
@@ -249,17 +248,6 @@ class ResumedAnswer(StreamAnswer):
         """It is there."""
         self._form = self._forms[cast(Resumed, generation).operation]
         super().begin(prompt, generation)
-
-
-def _limit_headers(left: Headroom) -> dict[str, str]:
-    return {
-        "x-ratelimit-limit-requests": str(left.limit_requests),
-        "x-ratelimit-remaining-requests": str(left.remaining_requests),
-        "x-ratelimit-reset-requests": f"{left.reset_requests_s:.3f}s",
-        "x-ratelimit-limit-tokens": str(left.limit_tokens),
-        "x-ratelimit-remaining-tokens": str(left.remaining_tokens),
-        "x-ratelimit-reset-tokens": f"{left.reset_tokens_s:.3f}s",
-    }
 
 
 class Player(Protocol):

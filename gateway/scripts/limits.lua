@@ -14,7 +14,8 @@
 --
 --   ARGV  reserve now debt request ttl tokens model  rpm tpm concurrency (of the model)  rpm tpm concurrency (of all)
 --           [hash, ttl of the key in seconds]
---         -> {1, requests left, until all are, tokens left, until all are} | {0, limit, wait, scope}: nothing was taken
+--         -> {1, requests left, until all are, tokens left, until all are}
+--          | {0, limit, wait, scope, requests left, until all are, tokens left, until all are}: nothing was taken
 --          | {2, request, hash}: the key belongs to another request; nothing was taken. The key is asked before limits.
 --         settle now debt request used ('': in full)
 --         -> {1}, or {0} where the lease is gone: it counts once
@@ -94,7 +95,8 @@ local earliest = sweep()
 local known = redis.call('HEXISTS', key, 'l:' .. request) == 1 -- the first answer was lost on the way
 local refusal = {0, '', 0, ''}
 local writes, lease = {}, {text(now + ttl), text(tokens)}
-local left = {1, math.huge, 0, math.huge, 0}
+local left = {1, math.huge, 0, math.huge, 0} -- with this request
+local stands = {math.huge, 0, math.huge, 0} -- without it
 local latest = now + ttl
 
 for place, scope in ipairs({model, '*'}) do
@@ -103,6 +105,10 @@ for place, scope in ipairs({model, '*'}) do
   local requests = math.max(tonumber(have[1]) or now + debt, now)
   local clock = math.max(tonumber(have[2]) or now + debt, now)
   local credits, held = tonumber(have[3]) or 0, tonumber(have[4]) or 0
+  stands[1] = math.min(stands[1], math.floor((MINUTE - (requests - now)) / cost(1, rpm)))
+  stands[2] = math.max(stands[2], requests - now)
+  stands[3] = math.min(stands[3], math.floor((MINUTE - (clock - now)) * tpm / MINUTE))
+  stands[4] = math.max(stands[4], clock - now)
   if not known then
     requests, clock, held = requests + cost(1, rpm), clock + cost(tokens, tpm), held + 1
     local function refuse(limit, wait)
@@ -126,7 +132,10 @@ for place, scope in ipairs({model, '*'}) do
   latest = math.max(latest, requests, clock)
 end
 
-if refusal[3] > 0 then return refusal end
+if refusal[3] > 0 then
+  for place, number in ipairs(stands) do refusal[4 + place] = number end
+  return refusal
+end
 if not known then
   redis.call('HSET', key, 'l:' .. request, table.concat(lease, ' ') .. ' ' .. model, 'x',
     text(math.min(earliest, now + ttl)), unpack(writes))

@@ -103,7 +103,9 @@ def test_the_script_and_the_ledger_agree_on_every_event(redis_url: str, seed: in
             got = lua(client, script, "reserve", now, 0, str(step), ttl, tokens, "a model", *numbers)
             own = ledger.reserve("t", str(step), scopes, tokens, now, ttl)
             if isinstance(own, Refused):
-                assert got == [0, own.limit, own.wait_us, own.scope]
+                left = own.left
+                numbers_left = [left.requests, left.requests_us, left.tokens, left.tokens_us]
+                assert got == [0, own.limit, own.wait_us, own.scope, *numbers_left]
             else:
                 assert got == [1, own.requests, own.requests_us, own.tokens, own.tokens_us]
                 running.append((str(step), tokens))
