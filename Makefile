@@ -83,7 +83,7 @@ $(MODEL)/manifest.json: | $(VENV)/.packages kernels
 
 SEEDS ?= 1000
 
-.PHONY: test test-quick test-e2e test-sim test-sim-mutations bench
+.PHONY: test test-quick test-e2e test-sim test-sim-mutations bench bench-mesh
 test: setup ## the whole suite
 	@$(RUN) -m pytest tests
 
@@ -103,6 +103,9 @@ test-sim-mutations: setup ## break each rule of the wire on purpose: a named rac
 bench: setup ## the engine alone, then the whole mesh, on this machine; results in tests/bench/results
 	@$(RUN) -m tests.bench.engine_cpu
 	@$(RUN) -m tests.bench.mesh_cpu
+
+bench-mesh: setup ## the mesh rows of the targets, with the latency-model engine; results in tests/bench/results
+	@$(RUN) -m tests.bench.mesh
 
 ##@ Check, and mend what can be mended
 

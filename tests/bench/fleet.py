@@ -6,7 +6,6 @@ The one rule: it signals only processes that it started itself.
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import time
 from collections.abc import Iterator, Mapping
@@ -33,6 +32,7 @@ MODEL = "latency-model"
 CONTEXT = 131_072
 START_S = 30.0
 END_S = 15.0
+TRIES = 3
 MOST = 1_000_000_000
 FREE = KeyLimits(rpm=MOST, tpm=MOST, concurrency=1_000_000)
 _TICKS = os.sysconf("SC_CLK_TCK")
@@ -50,7 +50,7 @@ WIDE: Settings = {
 
 @dataclass(frozen=True)
 class Counts:
-    """Processes of each role."""
+    """Processes of each role; workers and gateways may be none."""
 
     workers: int = 1
     routers: int = 1
@@ -90,15 +90,24 @@ class Fleet:
     def stop(self) -> None:
         """Ends every process, those that take requests first."""
         for spec in reversed(self.plan.specs):
-            child = self._children.pop(spec.name, None)
-            if child is None:
-                continue
-            child.terminate()
-            try:
-                child.wait(END_S)
-            except subprocess.TimeoutExpired:
-                child.kill()
-                child.wait()
+            self._end(spec.name)
+
+    def restarted_s(self, name: str) -> float:
+        """Ends a process and starts it again: seconds from its start until it took work."""
+        self._end(name)
+        self.start_one(next(spec for spec in self.plan.specs if spec.name == name))
+        return self.started_s[name]
+
+    def _end(self, name: str) -> None:
+        child = self._children.pop(name, None)
+        if child is None:
+            return
+        child.terminate()
+        try:
+            child.wait(END_S)
+        except subprocess.TimeoutExpired:
+            child.kill()
+            child.wait()
 
     def specs(self, role: str) -> list[Spec]:
         """The processes of a role."""
@@ -130,10 +139,6 @@ class Fleet:
         """Resident memory of a process."""
         return resident_mib(self.pid(name))
 
-    def signal(self, name: str, number: signal.Signals) -> None:
-        """Signals one of its processes."""
-        os.kill(self.pid(name), number)
-
 
 @contextmanager
 def running(
@@ -155,20 +160,37 @@ def running(
         eos=language.VOCAB - 1,
         tokenizer=language.tokenizer_json(),
     )
-    http, grpc = free_ports(2)
-    plan = make_plan(home, Wish(MODEL, counts.workers, counts.routers, counts.gateways, http, grpc, None))
-    latency_model = {"module": "tests.fakes.engine", "flags": dict(flags), "kv_memory_fraction": 0.1, **engine}
-    _rewrite(home, plan, {**settings, "worker": {**settings.get("worker", {}), "engine": latency_model}})
     key, secret = make_key(SYSTEM_RNG, tenant="bench", scopes=SCOPES, models=["*"], limits=limits, expires_at=None)
     add_key(home, key)
     write_private(home.dev_key, secret.encode())
-    write_private(home.plan, msgspec.json.encode(plan))
-    fleet = Fleet(home, plan, secret)
+    latency_model = {"module": "tests.fakes.engine", "flags": dict(flags), "kv_memory_fraction": 0.1, **engine}
+    fleet = _started(
+        home, counts, {**settings, "worker": {**settings.get("worker", {}), "engine": latency_model}}, secret
+    )
     try:
-        fleet.start()
         yield fleet
     finally:
         fleet.stop()
+
+
+def _started(home: Home, counts: Counts, settings: Settings, secret: str) -> Fleet:
+    """Plans and starts; again where somebody else has taken a port between the two."""
+    for tries_left in reversed(range(TRIES)):
+        http, grpc = free_ports(2)
+        wish = Wish(MODEL, max(1, counts.workers), counts.routers, counts.gateways, http, grpc, None)
+        plan = _plan(home, counts, wish)
+        _rewrite(home, plan, settings)
+        write_private(home.plan, msgspec.json.encode(plan))
+        fleet = Fleet(home, plan, secret)
+        try:
+            fleet.start()
+        except BaseException as exc:
+            fleet.stop()
+            if not tries_left or "is taken by" not in str(exc):
+                raise
+        else:
+            return fleet
+    raise AssertionError("a last try ends one way or the other")
 
 
 def resident_mib(pid: int) -> float:
@@ -190,6 +212,13 @@ def free_ports(count: int) -> list[int]:
             if len(found) == count:
                 return found
     raise AssertionError("no free port")
+
+
+def _plan(home: Home, counts: Counts, wish: Wish) -> Plan:
+    """A plan for `wish`, without the roles that count none."""
+    plan = make_plan(home, wish)
+    absent = {role for role, count in {"worker": counts.workers, "gateway": counts.gateways}.items() if not count}
+    return msgspec.structs.replace(plan, specs=[spec for spec in plan.specs if spec.role not in absent])
 
 
 def _rewrite(home: Home, plan: Plan, settings: Settings) -> None:

@@ -36,8 +36,12 @@ _log = logging.getLogger(__name__)
 
 def token(prompt: bytes, seed: int, choice: int, position: int, vocab_size: int) -> int:
     """The token at `position` of a choice's output."""
-    where = b"%b|%d|%d|%d" % (prompt, seed, choice, position)
-    return zlib.crc32(where) % vocab_size
+    return drawn(zlib.crc32(prompt), seed, choice, position, vocab_size)
+
+
+def drawn(prompt_crc: int, seed: int, choice: int, position: int, vocab_size: int) -> int:
+    """The same, of a prompt with this checksum: a long one is read once."""
+    return zlib.crc32(b"|%d|%d|%d" % (seed, choice, position), prompt_crc) % vocab_size
 
 
 def vector(data: bytes, width: int) -> bytes:
@@ -85,6 +89,7 @@ class Job:
     lines: list[Line]
     stops: frozenset[int] = frozenset()
     arrived: float = 0.0
+    prompt_crc: int = 0
     paused: bool = False
     scheduled: float | None = None
     first_token: float | None = None
@@ -161,9 +166,16 @@ class Formula:
             self._advance(job, line)
         if not (batch or self._runs or self._events):
             return None
+        return self._said(took_s * 1e3, prefills, decodes)
+
+    def before_step(self) -> m.StepOut | None:
+        """What is to be said now, not after another step: of those who were cancelled."""
+        return self._said(0.0, 0, 0) if self._runs or self._events else None
+
+    def _said(self, took_ms: float, prefills: int, decodes: int) -> m.StepOut:
         runs, self._runs = self._runs, []
         events, self._events = self._events, []
-        return m.StepOut(self.steps, took_s * 1e3, runs, events, self.load(), prefills, decodes)
+        return m.StepOut(self.steps, took_ms, runs, events, self.load(), prefills, decodes)
 
     def load(self) -> m.Load:
         """Absolute load."""
@@ -187,7 +199,8 @@ class Formula:
         lines = [Line(c.index, prompt + len(c.emitted) // 4, len(c.emitted) // 4) for c in spec.choices]
         ends = () if spec.ignore_eos else self.shape.eos_token_ids
         begun = any(line.output for line in lines)
-        return Job(spec, lines, frozenset((*ends, *spec.stop_token_ids)), self.now, begun=begun)
+        stops = frozenset((*ends, *spec.stop_token_ids))
+        return Job(spec, lines, stops, self.now, prompt_crc=zlib.crc32(spec.prompt), begun=begun)
 
     def _batch(self) -> Iterator[tuple[Job, Line]]:
         """Lines of this step: all that decode, then prefills inside the budget: under way or begun elsewhere first."""
@@ -228,16 +241,16 @@ class Formula:
             return
         spec = job.spec
         job.first_token = self._ends if job.first_token is None else job.first_token
-        drawn = token(spec.prompt, spec.sampling.seed, line.index, line.output, self.shape.vocab_size)
-        if drawn in job.stops and line.output >= spec.min_tokens:
-            self._end(job, line, m.Run(job.key, line.index, line.output, (), m.Finish.STOP, drawn))
+        next_ = drawn(job.prompt_crc, spec.sampling.seed, line.index, line.output, self.shape.vocab_size)
+        if next_ in job.stops and line.output >= spec.min_tokens:
+            self._end(job, line, m.Run(job.key, line.index, line.output, (), m.Finish.STOP, next_))
             return
         index = line.output
         line.output += 1
         line.length += 1
         full = line.output == spec.max_tokens or line.length == self.shape.max_context
         run = m.Run(
-            job.key, line.index, index, (drawn,), m.Finish.LENGTH if full else m.Finish.NONE, -1, _logprobs(spec, drawn)
+            job.key, line.index, index, (next_,), m.Finish.LENGTH if full else m.Finish.NONE, -1, _logprobs(spec, next_)
         )
         if full:
             self._end(job, line, run)
@@ -291,6 +304,8 @@ class Loop:
         """Until Shutdown, or until the door is gone."""
         while self._open:
             self._hear(0.0 if self._formula.runnable else TICK_S)
+            if (said := self._formula.before_step()) is not None:
+                self.say(said)
             began = self._clock.monotonic()
             step = self._formula.step()
             if step is None:

@@ -1,0 +1,61 @@
+"""What the mesh adds to a token's way: idle to the first one, and between tokens of 64 streams."""
+
+from __future__ import annotations
+
+import asyncio
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+
+from tests.bench.fleet import Fleet, running
+from tests.bench.mesh.asking import Told, askers, ids, spec
+from tests.bench.mesh.row import Row, milliseconds
+
+STEP_MS = 5.0
+STREAM_STEP_MS = 20.0
+IDLE_REQUESTS = 300
+STREAMS = 64
+TOKENS = 200
+
+
+def measure(home: Path) -> list[Row]:
+    """Both."""
+    with running(home / "idle", engine={"max_seqs": 8}, flags={"step-ms": STEP_MS}) as fleet:
+        told = asyncio.run(_one_by_one(fleet, IDLE_REQUESTS))
+    with running(home / "streams", engine={"max_seqs": STREAMS}, flags={"step-ms": STREAM_STEP_MS}) as fleet:
+        streams = asyncio.run(_at_once(fleet))
+    return [*_first_token(told), _between(streams)]
+
+
+def _first_token(told: Sequence[Told]) -> list[Row]:
+    added = [each.added_s for each in told]
+    stages = ("admit_ms", "tokenise_ms", "router_queue_ms", "dispatch_ms")
+    parts = {stage: statistics.median(getattr(each.receipt, stage) for each in told) for stage in stages}
+    remark = "median " + ", ".join(f"{stage.removesuffix('_ms')} {value:.2f}" for stage, value in parts.items())
+    return [
+        Row("added to first token, idle, p50", "ms", milliseconds(added, 0.5), 3, remark=remark),
+        Row("added to first token, idle, p99", "ms", milliseconds(added, 0.99), 10),
+    ]
+
+
+def _between(told: Sequence[Told]) -> Row:
+    gaps = [gap for each in told for gap in each.gaps_s]
+    step = statistics.median(each.receipt.decode_ms / (TOKENS - 1) for each in told)
+    added = statistics.median(gaps) * 1e3 - step
+    remark = f"engine {step:.2f}, pieces {milliseconds(gaps, 0.5):.2f} p50 {milliseconds(gaps, 0.99):.2f} p99"
+    return Row("added between tokens, 64 streams, p50", "ms", round(added, 3), 1, remark=remark)
+
+
+async def _one_by_one(fleet: Fleet, count: int) -> list[Told]:
+    async with askers(fleet) as (asker, *_):
+        told = []
+        for number in range(-20, count):
+            told.append(await asker.stream(spec(ids(number, 64), 2)))
+            await asyncio.sleep(0.01)
+        return told[20:]
+
+
+async def _at_once(fleet: Fleet) -> list[Told]:
+    async with askers(fleet) as (asker, *_), asyncio.TaskGroup() as group:
+        tasks = [group.create_task(asker.stream(spec(ids(n, 64), TOKENS))) for n in range(STREAMS)]
+    return [task.result() for task in tasks]
