@@ -31,7 +31,10 @@ LEFT: Final = "LEFT"
 BROKEN: Final = "BROKEN"  # the connection to the gateway broke
 MOST_TURNS: Final = 40
 COME_BACK: Final = frozenset({
-    BROKEN, *(reason.value for reason in (Reason.MOVED, Reason.OWNER_MOVED, Reason.STATE_AWAY, Reason.DRAINING))
+    BROKEN,
+    *(reason.value for reason in (
+        Reason.MOVED, Reason.OWNER_MOVED, Reason.STATE_AWAY, Reason.DRAINING, Reason.SLOW_READER
+    )),
 })  # fmt: skip
 
 
@@ -58,6 +61,8 @@ class Ask:
     breaks_s: float | None = None  # after which its client breaks off, to come back
     others: tuple[str, ...] = ()  # gateways to come back to, in turn
     resumes: str = ""  # a request id: the client has asked before
+    seedless: bool = False  # the gateway is to draw the seed; `seed` is for who judges
+    dozes_s: float = 0.0  # for which its client takes nothing, once, early in its first stream
 
     @property
     def resumable(self) -> bool:
@@ -72,7 +77,8 @@ class Ask:
             resume_window_ms=round(self.window_s * 1000), idempotency_key=self.key,
         )  # fmt: skip
         spec.prompt_token_ids.ids.extend(self.prompt)
-        spec.sampling.seed = self.seed
+        if not self.seedless:
+            spec.sampling.seed = self.seed
         if self.logprobs:
             spec.sampling.logprobs = 0
         return spec
@@ -114,6 +120,7 @@ class Client:
     confirmed: bool | None = None
     returns: int = 0
     refusals: int = 0  # STATE_AWAY
+    dozed: bool = False
     request_id: str = ""
     _cursor: str = ""
     _unsent: bool = False  # the last call never left: no connection was to be had
@@ -189,6 +196,9 @@ class Client:
                 self._take(event)
                 if self.ask.pauses_s:
                     await asyncio.sleep(self.ask.pauses_s)
+                if self.ask.dozes_s and self.said.ids and not self.dozed:
+                    self.dozed = True
+                    await asyncio.sleep(self.ask.dozes_s)
         except grpc.aio.AioRpcError as error:
             self._failed(error)
         except asyncio.CancelledError:

@@ -56,7 +56,6 @@ from workers.weights.manifest import Manifest, Origin
 from workers.worker import Worker
 
 TRACER: Final = trace.NoOpTracer()
-LIMITS: Final = Limits(rpm=1_000_000, tpm=1_000_000_000, concurrency=1000)
 RESTART_S: Final = 0.5  # until a killed process is there again
 TENANTS: Final = ("a", "b")
 
@@ -73,18 +72,23 @@ class Plan:
     other_tokens: bool = False  # every engine life draws other tokens
     limits: dict[str, Any] = field(default_factory=dict)  # of gateways
     features: dict[str, frozenset[str]] = field(default_factory=dict)  # of workers that are older
+    concurrency: int = 1000  # requests of a tenant at once
+    new_versions: bool = False  # every life of a worker serves a version of its own
     keep_log: bool = False
 
 
 class SimAuthenticator:
     """The key is the tenant's name."""
 
+    def __init__(self, concurrency: int) -> None:
+        self._limits = Limits(rpm=1_000_000, tpm=1_000_000_000, concurrency=concurrency)
+
     def authenticate(self, authorization: str | None) -> Principal:
         tenant = (authorization or "").removeprefix("Bearer ")
         if tenant not in TENANTS:
             raise TrunklineError(Reason.KEY_UNKNOWN, "no such key")
         scopes = frozenset({"generate", "embed", "cancel"})
-        return Principal(f"k_{tenant}", tenant, scopes, frozenset({"*"}), LIMITS)
+        return Principal(f"k_{tenant}", tenant, scopes, frozenset({"*"}), self._limits)
 
     def authorize(self, principal: Principal, scope: str, model: str | None) -> None:
         """Every key may do everything."""
@@ -199,6 +203,7 @@ class World:
 
     async def _worker(self, node: Node, process: Process) -> None:
         rng, clock, plan = self._own_rng(), self.clock, self.plan
+        assets = SimAssets(str(node.lives)) if plan.new_versions else self._assets
         config = WorkerConfig(
             id=node.name,
             model=ModelConfig("sim"),
@@ -209,14 +214,14 @@ class World:
         lifecycle = Lifecycle(Identity("worker", node.name, 0), services=(worker_app.WORKER_SERVICE,), clock=clock)
         door = Door(node.name, BUILD, clock, _Counting(self), worker_app._limits(config))
         lag, store = LoopLag(clock), self._store(node, rng)
-        worker = SimWorker(config, self._assets, door, lifecycle, lag.lag_s, rng)
+        worker = SimWorker(config, assets, door, lifecycle, lag.lag_s, rng)
         worker.features = plan.features.get(node.name)
         peers = Peers(store, "worker")
-        manifest = self._assets.manifest
+        manifest = assets.manifest
         drain = Drain(door, lifecycle, peers, clock, artefact_hash=manifest.artefact_hash, grace_s=20.0)
         server = SimServer(self.net, process, f"{node.name}:1", clock, public=False)
         servicer = WorkerServicer(
-            door, self._assets, clock, lag,
+            door, assets, clock, lag,
             worker_id=node.name, versions=worker.versions, describe=worker.description, drain=drain.ask,
         )  # fmt: skip
         worker_pb2_grpc.add_WorkerServiceServicer_to_server(servicer, server)
@@ -227,7 +232,7 @@ class World:
             node.parts = WorkerParts(door, worker, supervisor, drain, lifecycle, server)
             background = [
                 tasks.create_task(each)
-                for each in (lag.run(), worker_app._tick(door), self._register_worker(store, lifecycle, worker))
+                for each in (lag.run(), worker_app._tick(door), self._register_worker(store, lifecycle, worker, assets))
             ]
             keeping = tasks.create_task(supervisor.run())
             while not lifecycle.ready:
@@ -247,14 +252,14 @@ class World:
         self.salts.append(salt)
         return salt
 
-    async def _register_worker(self, store: SimStore, lifecycle: Lifecycle, worker: Worker) -> None:
+    async def _register_worker(self, store: SimStore, lifecycle: Lifecycle, worker: Worker, assets: SimAssets) -> None:
         while not lifecycle.ready:
             await lifecycle.changed()
         fields = {
             "address": f"{lifecycle.identity.id}:1",
-            "model": self._assets.model,
-            "version": self._assets.version,
-            "artefact": self._assets.manifest.artefact_hash,
+            "model": assets.model,
+            "version": assets.version,
+            "artefact": assets.manifest.artefact_hash,
         }
         registration = Registration(store, lifecycle.identity, fields)
         try:
@@ -297,19 +302,17 @@ class World:
             self.checks.watch_router(node.parts)
             await peers.look()
             background = [
-                tasks.create_task(run())
-                for run in (lag.run, peers.run, core.dispatcher.run, core.discovery.run, registration.run)
+                tasks.create_task(run()) for run in (lag.run, peers.run, core.dispatcher.run, core.discovery.run)
             ]
+            registering = tasks.create_task(registration.run())
             await core.discovery.look()
             await core.discovery.settled()
             lifecycle.set_ready(True)
             node.up = True
             await lifecycle.wait_drain()
-            core.catalog.wake()
-            core.dispatcher.drain()
+            registering.cancel()
             await registration.close()
-            await core.dispatcher.drained(20.0)
-            core.catalog.close()
+            await router_app.leave(core, lifecycle, store, 20.0)
             await asyncio.sleep(0.1)
             server.close()
             await store.close()
@@ -335,7 +338,7 @@ class World:
         )  # fmt: skip
         server = SimServer(self.net, process, f"{node.name}:1", clock, public=True)
         service = InferenceService(
-            SimAuthenticator(),  # type: ignore[arg-type]
+            SimAuthenticator(self.plan.concurrency),  # type: ignore[arg-type]
             core.generations, core.embeddings, core.catalog, core.lookup, TRACER,
         )  # fmt: skip
         inference_pb2_grpc.add_InferenceServiceServicer_to_server(service, server)
