@@ -1,26 +1,26 @@
-"""`trunkctl mesh up|down|status`: a whole mesh on this machine, and its first answer.
+"""`trunkctl mesh up|down|status|roll`: a whole mesh on this machine, and its first answer.
 
 `up` leaves a plan to a supervisor process and waits until every process takes work. In the foreground it then stays,
 and its end ends the mesh. Where a mesh already lives, `up` only asks it something.
 """
 
 import argparse
-import fcntl
 import subprocess
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 
 import msgspec
 from rich.console import Console
 from rich.table import Table
 
 from shared.clock import SystemClock
+from trunkctl import roll
 from trunkctl.client import local_plan
 from trunkctl.failure import CommandError
 from trunkctl.first_answer import addresses, ask
 from trunkctl.home import Home, find_home, write_private
 from trunkctl.keys import ensure_dev_key
+from trunkctl.locked import locked
 from trunkctl.options import Subparsers, port, positive
 from trunkctl.plan import Plan, Spec, Wish, make_plan
 from trunkctl.processes import Process, alive, read_table
@@ -38,6 +38,7 @@ def add_parser(subparsers: Subparsers) -> None:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     _add_up(commands)
     commands.add_parser("down", help="end the mesh that `up` started").set_defaults(run=run_down)
+    roll.add_parser(commands)
     status = commands.add_parser("status", help="show its processes; exit code 1 unless all of them take work")
     status.set_defaults(run=run_status)
 
@@ -65,7 +66,7 @@ def _add_up(commands: Subparsers) -> None:
 def run_up(args: argparse.Namespace) -> int:
     """Starts a mesh or finds one, and asks it something."""
     home, console = find_home(args.home), Console(highlight=False)
-    with _locked(home):
+    with locked(home):
         running = _running(home)
         plan = running or make_plan(home, _wish(args))
         supervisor = None if running else _start(home, plan, args, console)
@@ -80,7 +81,7 @@ def run_up(args: argparse.Namespace) -> int:
 def run_down(args: argparse.Namespace) -> int:
     """Ends the mesh."""
     home, console = find_home(args.home), Console(highlight=False)
-    with _locked(home):
+    with locked(home):
         ended = end_mesh(home, SystemClock())
     console.print(f"Ended {', '.join(process.name for process in ended)}." if ended else "No mesh is up.")
     return 0
@@ -169,12 +170,3 @@ def _table(states: Sequence[tuple[Process, str]]) -> Table:
         style = "green" if state == "ready" else "yellow"
         table.add_row(process.name, str(process.pid), f"[{style}]{state}[/]", str(process.restarts), ports)
     return table
-
-
-@contextmanager
-def _locked(home: Home) -> Iterator[None]:
-    """One `up` or `down` at a time; a second one waits."""
-    home.root.mkdir(parents=True, exist_ok=True)
-    with open(home.lock, "w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield

@@ -1,11 +1,13 @@
 """What a mesh on this machine shall be: its processes, their ports and their configuration files.
 
 Planning binds every free port it picks until all are picked, so no two processes get the same one; ports that the
-caller fixed are tried too, and a taken one is refused with its holder's name.
+caller fixed are tried too, and a taken one is refused with its holder's name. A port that is lost to somebody else
+while its process is dead can be exchanged later, unless clients know it.
 """
 
 import os
 import sys
+from collections.abc import Iterable
 from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +26,8 @@ from trunkctl.home import Home
 FIRST_PORT, LAST_PORT = 21000, 32000
 LOOPBACK = "127.0.0.1"
 KV_SHARE = 0.08  # of the free memory, for the caches of all workers: filling more takes longer than starting the rest
-DRAIN_MS = 8000  # to finish what runs when the mesh ends; below the supervisor's patience
+DRAIN_MS = 8000  # to finish what runs when a process ends; below the supervisor's patience
+SETTLE_MS = 300  # for the others to notice it first: all of them are on this machine
 
 
 @dataclass(frozen=True)
@@ -45,17 +48,19 @@ Settings = dict[str, Any]
 
 @dataclass(frozen=True)
 class Shape:
-    """How a role is started: its package, the ports it listens on, and the one that answers /ready."""
+    """How a role is started: its package, the ports it listens on, the one that answers /ready, and those that the
+    others find in the store, so that it may have others in its next life."""
 
     package: str
     ports: tuple[str, ...]
     ready: str
+    movable: frozenset[str]
 
 
 SHAPES = {
-    "worker": Shape("workers", ("grpc", "admin", "ops"), "ops"),
-    "router": Shape("router", ("grpc", "admin", "ops"), "ops"),
-    "gateway": Shape("gateway", ("grpc", "http", "internal"), "http"),
+    "worker": Shape("workers", ("grpc", "admin", "ops"), "ops", frozenset({"grpc", "admin", "ops"})),
+    "router": Shape("router", ("grpc", "admin", "ops"), "ops", frozenset({"grpc", "admin", "ops"})),
+    "gateway": Shape("gateway", ("grpc", "http", "internal"), "http", frozenset({"internal"})),
 }
 
 
@@ -133,21 +138,46 @@ def _service(home: Home, role: str, name: str, redis_url: str, ports: dict[str, 
         "id": name,
         **listens,
         "redis_url": redis_url,
+        "drain_settle_ms": SETTLE_MS,
         "drain_grace_ms": DRAIN_MS,
         "tracing": {"redis_spans": True},
         **settings,
     }
-    path = home.run / f"{name}.yaml"
+    path = _config(home, name)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(yaml.safe_dump(config, sort_keys=False))
-    shape = SHAPES[role]
-    return Spec(
-        name=name,
-        role=role,
-        argv=[sys.executable, "-m", shape.package, "--config", str(path)],
-        ports=ports,
-        ready=f"http://{LOOPBACK}:{ports[shape.ready]}/ready",
-    )
+    argv = [sys.executable, "-m", SHAPES[role].package, "--config", str(path)]
+    return Spec(name=name, role=role, argv=argv, ports=ports, ready=_ready(role, ports))
+
+
+def _config(home: Home, name: str) -> Path:
+    return home.run / f"{name}.yaml"
+
+
+def _ready(role: str, ports: dict[str, int]) -> str:
+    return f"http://{LOOPBACK}:{ports[SHAPES[role].ready]}/ready"
+
+
+def taken_ports(spec: Spec) -> dict[str, PortTaken]:
+    """Ports of a process that does not run now, and who has them, as far as somebody has."""
+    found = {}
+    for kind, number in spec.ports.items():
+        try:
+            listen(f"{LOOPBACK}:{number}").close()
+        except PortTaken as taken:
+            found[kind] = taken
+    return found
+
+
+def moved(home: Home, plan: Plan, spec: Spec, kinds: Iterable[str]) -> Spec:
+    """The process with other ports of these kinds, also in its configuration file."""
+    planned = frozenset(port for other in plan.specs for port in other.ports.values())
+    with Ports(avoid=planned) as free:
+        ports = spec.ports | {kind: free.free() for kind in kinds}
+    path = _config(home, spec.name)
+    config = yaml.safe_load(path.read_text()) | {f"{kind}_listen": f"{LOOPBACK}:{ports[kind]}" for kind in kinds}
+    path.write_text(yaml.safe_dump(config, sort_keys=False))
+    return msgspec.structs.replace(spec, ports=ports, ready=_ready(spec.role, ports))
 
 
 def _choose(ports: "Ports", role: str, fixed: dict[str, int]) -> dict[str, int]:
@@ -157,9 +187,9 @@ def _choose(ports: "Ports", role: str, fixed: dict[str, int]) -> dict[str, int]:
 class Ports:
     """Picks ports and keeps them bound until the `with` block ends."""
 
-    def __init__(self, first: int = FIRST_PORT) -> None:
+    def __init__(self, first: int = FIRST_PORT, avoid: frozenset[int] = frozenset()) -> None:
         self._held = ExitStack()
-        self._candidates = iter(range(first, LAST_PORT))
+        self._candidates = (port for port in range(first, LAST_PORT) if port not in avoid)
 
     def __enter__(self) -> "Ports":
         return self

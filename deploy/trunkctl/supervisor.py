@@ -1,7 +1,9 @@
-"""The process that keeps a mesh alive: starts what the plan names, starts again what dies, ends it all on SIGTERM.
+"""The process that keeps a mesh alive: starts what the plan names, starts again what ends, ends it all on SIGTERM.
 
-It alone writes the process table while the mesh lives. Each child leads a process group of its own and gets SIGTERM
-from the kernel should the supervisor vanish, so nothing is left running for ever.
+It alone writes the process table while the mesh lives, and the plan where a process had to take other ports. A process
+that ended because it was asked to (it drained) is started again at once and not counted; one that died after a growing
+pause. Each child leads a process group of its own and gets SIGTERM from the kernel should the supervisor vanish, so
+nothing is left running for ever.
 """
 
 import asyncio
@@ -17,9 +19,9 @@ from contextlib import suppress
 import msgspec
 
 from shared.clock import Clock, SystemClock
-from trunkctl.home import Home, find_home
+from trunkctl.home import Home, find_home, write_private
 from trunkctl.logs import keep_bounded, open_log
-from trunkctl.plan import LOOPBACK, Plan, Spec
+from trunkctl.plan import LOOPBACK, SHAPES, Plan, Spec, moved, taken_ports
 from trunkctl.processes import SUPERVISOR, Process, kill_group, send, start_time, write_table
 
 FIRST_DELAY_S = 0.5
@@ -27,6 +29,8 @@ LONGEST_DELAY_S = 30.0
 STABLE_AFTER_S = 30.0  # who lived this long is started again as if for the first time
 GRACE_S = 10.0  # from SIGTERM to SIGKILL
 STORE_WAIT_S = 5.0
+SOUND_LIFE_S = 1.0  # who ends in order sooner than that is no drained process, but one that cannot live
+TRIES = 3  # early deaths in a row, after which its ports are looked at
 STOP_ORDER = ("gateway", "router", "worker", "redis")
 
 log = logging.getLogger("trunkctl.supervisor")
@@ -77,15 +81,40 @@ class Supervisor:
         self._stopping.set()
 
     async def _keep(self, spec: Spec) -> None:
-        backoff, restarts = Backoff(), 0
+        backoff, restarts, early = Backoff(), 0, 0
         while not self._stopping.is_set():
             born = self._clock.monotonic()
             code = await self._live(spec, restarts)
+            lived_s = self._clock.monotonic() - born
+            if _was_asked(code) and lived_s >= SOUND_LIFE_S:
+                log.info("%s ended as it was asked to", spec.name)
+                early = 0
+                continue
             restarts += 1
             log.info("%s ended with %s", spec.name, _ending(code))
             with suppress(TimeoutError):
-                async with asyncio.timeout(backoff.after(self._clock.monotonic() - born)):
+                async with asyncio.timeout(backoff.after(lived_s)):
                     await self._stopping.wait()
+            early = early + 1 if lived_s < STABLE_AFTER_S else 0
+            if early >= TRIES:
+                spec = self._on_free_ports(spec)
+
+    def _on_free_ports(self, spec: Spec) -> Spec:
+        """What keeps dying early may have lost a port to somebody else: it gets another, unless clients know that."""
+        movable = SHAPES[spec.role].movable if spec.role in SHAPES else frozenset[str]()
+        taken = taken_ports(spec)
+        for kind in taken.keys() - movable:
+            log.warning("%s cannot start: %s; clients know this port, so it is tried again", spec.name, taken[kind])
+        lost = sorted(taken.keys() & movable)
+        if not lost:
+            return spec
+        new = moved(self._home, self._plan, spec, lost)
+        for kind in lost:
+            log.warning("%s: %s; its %s port is %d from now on", spec.name, taken[kind], kind, new.ports[kind])
+        specs = [new if each.name == new.name else each for each in self._plan.specs]
+        self._plan = msgspec.structs.replace(self._plan, specs=specs)
+        write_private(self._home.plan, msgspec.json.encode(self._plan))
+        return new
 
     async def _live(self, spec: Spec, restarts: int) -> int:
         """One life of a process, until nothing of it is left. Returns how it ended."""
@@ -156,6 +185,11 @@ async def _listening(port: int) -> None:
                 else:
                     writer.close()
                     return
+
+
+def _was_asked(code: int) -> bool:
+    """It drained, or it was told a second time and stopped at once."""
+    return code in (0, -signal.SIGTERM)
 
 
 def _ending(code: int) -> str:

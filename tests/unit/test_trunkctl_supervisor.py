@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -13,11 +14,17 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import msgspec
+import pytest
+import yaml
 
 from shared.clock import SystemClock
+from shared.ports import listen
+from trunkctl import supervisor as module
+from trunkctl.failure import CommandError
 from trunkctl.home import Home
 from trunkctl.plan import Plan, Spec
 from trunkctl.processes import SUPERVISOR, Process, alive, read_table, start_time
+from trunkctl.roll import Roll, choose, warnings
 from trunkctl.stop import end_mesh
 from trunkctl.supervisor import Backoff, Supervisor
 
@@ -34,6 +41,17 @@ def end(*_):
 
 signal.signal(signal.SIGTERM, end)
 print("up", flush=True)
+time.sleep(60)
+"""
+LISTENS = """
+import signal, socket, sys, time, yaml
+from pathlib import Path
+
+signal.signal(signal.SIGTERM, lambda *_: sys.exit())
+config = yaml.safe_load(Path(sys.argv[1]).read_text())
+if "fault" in config:
+    sys.exit(config["fault"])
+servers = [socket.create_server(("127.0.0.1", int(at.rpartition(":")[2]))) for at in config.values()]
 time.sleep(60)
 """
 LEAVES_A_CHILD = (
@@ -122,6 +140,108 @@ async def test_gateways_end_before_the_workers_that_serve_them(tmp_path: Path) -
                     ends.setdefault(process.name, time.monotonic())
             await asyncio.sleep(0.01)
     assert ends["gateway"] < ends["worker"]
+
+
+async def test_a_process_that_drained_is_started_again_at_once_and_does_not_count_as_crashed(tmp_path: Path) -> None:
+    home = Home(tmp_path)
+    async with supervised(home, spec("a", SLOW_TO_END)):
+        await until(lambda: "up" in (home.logs / "a.log").read_text())
+        await asyncio.sleep(module.SOUND_LIFE_S)
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            first = named(home, "a")
+            os.kill(first.pid, number)
+            await until(lambda first=first: named(home, "a").pid != first.pid)
+            await asyncio.sleep(0.1)
+            assert named(home, "a").restarts == (number is signal.SIGKILL)
+            await asyncio.sleep(module.SOUND_LIFE_S)
+
+
+async def test_a_process_that_ends_well_as_soon_as_it_begins_is_not_started_in_circles(tmp_path: Path) -> None:
+    home = Home(tmp_path)
+    async with supervised(home, spec("a", "pass")):
+        await asyncio.sleep(0.8)
+        assert named(home, "a").restarts in (1, 2)
+
+
+def listening(home: Home, role: str) -> Spec:
+    """A process that needs the ports of its role, which are free now."""
+    kinds = ("grpc", "http") if role == "gateway" else ("grpc", "ops")
+    sockets = [listen("127.0.0.1:0") for _ in kinds]
+    ports = {kind: each.getsockname()[1] for kind, each in zip(kinds, sockets, strict=True)}
+    for each in sockets:
+        each.close()
+    path = home.run / f"{role}-1.yaml"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(yaml.safe_dump({f"{kind}_listen": f"127.0.0.1:{port}" for kind, port in ports.items()}))
+    return Spec(name=f"{role}-1", role=role, argv=[sys.executable, "-c", LISTENS, str(path)], ports=ports)
+
+
+def answers(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
+
+
+async def test_a_port_that_was_stolen_is_exchanged_where_the_others_find_the_new_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "FIRST_DELAY_S", 0.02)
+    home = Home(tmp_path)
+    wanted = listening(home, "worker")
+    with listen(f"127.0.0.1:{wanted.ports['grpc']}"):
+        async with supervised(home, wanted):
+            await until(lambda: named(home, "worker-1").ports != wanted.ports)
+            now = named(home, "worker-1").ports
+            assert (now["ops"], now["grpc"] != wanted.ports["grpc"]) == (wanted.ports["ops"], True)
+            await until(lambda: answers(now["grpc"]) and answers(now["ops"]))
+            (told,) = msgspec.json.decode(home.plan.read_bytes(), type=Plan).specs
+            assert told.ports == now
+            assert told.ready == f"http://127.0.0.1:{now['ops']}/ready"
+
+
+async def test_a_port_that_clients_know_is_waited_for_and_its_thief_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(module, "FIRST_DELAY_S", 0.02)
+    monkeypatch.setattr(module, "LONGEST_DELAY_S", 0.1)
+    home = Home(tmp_path)
+    wanted = listening(home, "gateway")
+    thief = listen(f"127.0.0.1:{wanted.ports['grpc']}")
+    async with supervised(home, wanted):
+        with thief:
+            await until(lambda: "clients know this port" in caplog.text)
+            assert f"port {wanted.ports['grpc']} is taken by process {os.getpid()}" in caplog.text
+        await until(lambda: answers(wanted.ports["grpc"]))
+        assert named(home, "gateway-1").ports == wanted.ports
+
+
+async def test_a_roll_restarts_one_process_and_stops_where_one_does_not_come_back(tmp_path: Path) -> None:
+    home = Home(tmp_path)
+    one, other = listening(home, "worker"), listening(home, "router")
+    home.plan.write_bytes(msgspec.json.encode(plan(one, other)))
+    async with supervised(home, one, other):
+        await until(lambda: all(answers(each.ports["grpc"]) for each in (one, other)))
+        await asyncio.sleep(module.SOUND_LIFE_S)
+        before = {name: named(home, name) for name in ("worker-1", "router-1")}
+        roll = Roll(home, SystemClock(), grace_s=5.0, ready_s=10.0)
+        await asyncio.to_thread(roll.restart, "worker-1")
+        after = named(home, "worker-1")
+        assert (after.pid != before["worker-1"].pid, after.restarts) == (True, 0)
+        assert named(home, "router-1") == before["router-1"]
+        (home.run / "router-1.yaml").write_text(yaml.safe_dump({"fault": "a setting is wrong"}))
+        with pytest.raises(CommandError, match=r"router-1 did not come back.*a setting is wrong"):
+            await asyncio.to_thread(roll.restart, "router-1")
+
+
+def test_a_roll_goes_against_the_flow_of_requests_and_says_what_it_interrupts() -> None:
+    own = plan(*(spec(f"{role}-{n}", "", role) for role in ("redis", "worker", "router", "gateway") for n in (1, 2)))
+    assert choose(own, []) == ["worker-1", "worker-2", "router-1", "router-2", "gateway-1", "gateway-2"]
+    assert choose(own, ["gateway-2", "worker-1"]) == ["worker-1", "gateway-2"]
+    assert warnings(own, choose(own, [])) == []
+    single = plan(spec("worker-1", "", "worker"), spec("router-1", "", "router"), spec("router-2", "", "router"))
+    (warning,) = warnings(single, choose(single, []))
+    assert warning.startswith("worker-1 is the only worker")
+    with pytest.raises(CommandError, match="there is no redis to restart; there are worker-1"):
+        choose(single, ["redis"])
 
 
 def test_delays_double_up_to_a_bound_and_begin_anew_after_a_stable_life() -> None:
