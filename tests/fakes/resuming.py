@@ -112,7 +112,7 @@ class Process:
 
 @asynccontextmanager
 async def gateway_process(
-    *routers: FakeRouter, directory: Path, store: str, gateway_id: str = "g0", limits: dict[str, Any] | None = None
+    *routers: FakeRouter, directory: Path, store: str, gateway_id: str = "g0", **settings: Any
 ) -> AsyncIterator[Process]:
     """`python -m gateway` before these routers, ready."""
     grpc_socket, http_socket = listen("127.0.0.1:0"), listen("127.0.0.1:0")
@@ -121,7 +121,7 @@ async def gateway_process(
     http_socket.close()
     config = {
         "id": gateway_id, "keys_file": str(keys_file(directory)), "grpc_listen": address, "http_listen": http,
-        "redis_url": store, "routers": [router.address for router in routers], "limits": limits or {},
+        "redis_url": store, "routers": [router.address for router in routers], **settings,
     }  # fmt: skip
     path = directory / f"{gateway_id}.yaml"
     path.write_text(yaml.safe_dump(config))

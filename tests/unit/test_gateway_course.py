@@ -97,6 +97,20 @@ def test_no_replica_is_asked_of_every_router_once() -> None:
     assert caught.value.reason is Reason.NO_REPLICA
 
 
+def test_a_router_that_drains_says_nothing_of_the_others() -> None:
+    own = course()
+    waits = [own.after(refused(Reason.DRAINING), tokens=0, routers=1).after_s for _ in range(3)]
+    assert waits[0] == 0
+    own.after(End(Kind.UNREACHED), tokens=0, routers=1)
+    own.after(released(Released.WHY_DRAINING), tokens=1, routers=1)
+    bounded = course(fruitless=3)
+    bounded.after(refused(Reason.DRAINING), tokens=0, routers=1)
+    bounded.after(refused(Reason.DRAINING), tokens=0, routers=1)
+    with pytest.raises(TrunklineError) as caught:
+        bounded.after(refused(Reason.DRAINING), tokens=0, routers=1)
+    assert caught.value.reason is Reason.DRAINING
+
+
 def test_no_replica_while_somebody_is_avoided_tries_them_before_it_gives_up() -> None:
     own = course()
     own.after(refused(Reason.OUTCOME_UNKNOWN, incarnation=f"{7:016x}"), tokens=0, routers=1)

@@ -67,6 +67,31 @@ async def test_a_process_begins_not_ready_and_a_draining_one_never_gets_ready_ag
     assert not life.ready
 
 
+async def test_a_drain_turns_readiness_off_first_and_refuses_once_others_had_time_to_notice(clock: FakeClock) -> None:
+    life = Lifecycle(ME, clock=clock, settle_s=0.5)
+    clock.advance(10)
+    life.set_ready(True)
+    assert not life.refusing
+    waiting = asyncio.create_task(life.settled())
+    await asyncio.sleep(0)
+    life.drain()
+    await asyncio.sleep(0.01)
+    assert (life.ready, life.serving(""), life.refusing, waiting.done()) == (False, False, False, False)
+    clock.advance(0.4)
+    assert not life.refusing
+    clock.advance(0.1)
+    assert life.refusing
+    async with asyncio.timeout(2):
+        await waiting
+
+
+async def test_without_time_to_notice_a_drain_refuses_at_once() -> None:
+    life = Lifecycle(ME)
+    life.drain()
+    assert life.refusing
+    await life.settled()
+
+
 async def test_everyone_who_waits_for_the_drain_wakes_also_if_it_had_begun() -> None:
     life = Lifecycle(ME)
     async with asyncio.timeout(2), asyncio.TaskGroup() as group:

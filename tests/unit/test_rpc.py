@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import logging
+import socket
+import struct
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,11 +20,13 @@ from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import SpanKind, StatusCode
+from prometheus_client import REGISTRY
 
 from shared import rpc
 from shared.errors import Reason, TrunklineError, Violation, from_rpc
 from shared.ids import Identity
 from shared.lifecycle import Lifecycle, bind
+from shared.ports import address_of
 from shared.wire import PROTOCOL_TEXT
 from trunkline.router.v1 import router_pb2, router_pb2_grpc
 from trunkline.worker.v1 import worker_pb2, worker_pb2_grpc
@@ -267,6 +272,62 @@ async def test_a_generator_that_waits_on_a_full_pipe_is_closed_too() -> None:
         call.cancel()
         async with asyncio.timeout(5):
             await closed.wait()
+
+
+@asynccontextmanager
+async def cuttable(address: str) -> AsyncIterator[tuple[str, Callable[[], None]]]:
+    """An address that leads to `address`, and what resets the connections there."""
+    pairs: list[asyncio.StreamWriter] = []
+
+    async def copy(source: asyncio.StreamReader, sink: asyncio.StreamWriter) -> None:
+        with suppress(OSError):
+            while data := await source.read(65536):
+                sink.write(data)
+                await sink.drain()
+
+    async def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        host, _, port = address.rpartition(":")
+        far_reader, far_writer = await asyncio.open_connection(host, int(port))
+        pairs.extend((writer, far_writer))
+        await asyncio.gather(copy(reader, far_writer), copy(far_reader, writer))
+
+    def cut() -> None:
+        for writer in pairs:
+            at_once = struct.pack("ii", 1, 0)
+            writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, at_once)
+            writer.transport.abort()
+
+    async with await asyncio.start_server(connected, "127.0.0.1", 0) as proxy:
+        yield address_of(proxy.sockets[0]), cut
+
+
+async def test_a_connection_that_dies_under_a_write_is_counted_and_is_no_fault(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    ended = asyncio.Event()
+
+    async def floods(request: Any, context: Any) -> None:
+        async def write() -> None:
+            while True:
+                await context.write(router_pb2.WatchModelsResponse(router_id="x" * 200_000))
+
+        try:
+            async with asyncio.TaskGroup() as group:
+                group.create_task(write())
+        finally:
+            ended.set()
+
+    method = f"{ROUTER}/WatchModels"
+    before = REGISTRY.get_sample_value("trunkline_calls_broken_total", {"method": method}) or 0.0
+    async with Mesh(watch=floods).serving() as mesh, cuttable(mesh.address) as (address, cut):
+        call = router_pb2_grpc.RouterServiceStub(mesh.channels.get(address)).WatchModels(WATCH)
+        await call.read()
+        cut()
+        async with asyncio.timeout(5):
+            await ended.wait()
+        await asyncio.sleep(0.05)
+    assert REGISTRY.get_sample_value("trunkline_calls_broken_total", {"method": method}) == before + 1
+    assert [record for record in caplog.records if record.levelno >= logging.WARNING and record.name != "asyncio"] == []
 
 
 async def test_a_call_past_its_deadline_is_recorded_as_that() -> None:

@@ -252,3 +252,12 @@ def test_an_engine_is_stalled_when_work_waits_and_no_step_comes(
 
 def test_the_version_spoken_is_the_version_written() -> None:
     assert ".".join(map(str, wire.PROTOCOL)) == wire.PROTOCOL_TEXT
+    assert wire.spoken(wire.PROTOCOL_TEXT) == wire.PROTOCOL
+    assert [wire.spoken(text) for text in ("1", "1.", ".1", "1.x", "-1.0", "1.0.0", "x")] == [None] * 7
+
+
+def test_an_older_minor_lacks_what_a_newer_one_brought() -> None:
+    older, newer = wire.Version(1, 0), wire.Version(1, 1)
+    assert newer.features - older.features == {"logprobs"}
+    assert (older.hands_back, newer.hands_back) == (False, True)
+    assert newer.features == wire.FEATURES
