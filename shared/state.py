@@ -169,7 +169,7 @@ class Store:
                     raise StateAway
                 async with asyncio.timeout(TIMEOUT_S):
                     return await call()
-        except (*_AWAY, exceptions.ResponseError) as exc:
+        except (*_AWAY, exceptions.ResponseError, RuntimeError) as exc:
             if not _means_away(exc):
                 raise
             self._mark(False, exc)
@@ -210,7 +210,7 @@ class Store:
                 birth = await self._read_birth()
                 changed = bool(self.birth) and birth != self.birth
                 self._lost_at = await self._read_lost(changed)
-        except (*_AWAY, exceptions.RedisError) as exc:  # whatever the probe gets is no answer to rely on
+        except (*_AWAY, exceptions.RedisError, RuntimeError) as exc:  # whatever it gets is no answer to rely on
             self._mark(False, exc)
             return
         self.birth = birth
@@ -263,7 +263,7 @@ class Store:
             answers = await self._pipelined(writes)
         except BaseException as exc:
             self._behind.extendleft(reversed(writes))
-            if not isinstance(exc, (OSError, exceptions.RedisError)):
+            if not (isinstance(exc, exceptions.RedisError) or _means_away(exc)):
                 raise
             self._mark(False, exc)
             return
@@ -295,4 +295,6 @@ class Store:
 def _means_away(exc: BaseException) -> bool:
     """Whether the store does not answer now, whatever it was asked."""
     refused = isinstance(exc, exceptions.ResponseError) and str(exc).startswith(_AWAY_WORDS)
-    return refused or isinstance(exc, _AWAY)
+    # uvloop, of a write to a connection that broke while nobody has been told yet.
+    broken = isinstance(exc, RuntimeError) and "the handler is closed" in str(exc)
+    return refused or broken or isinstance(exc, _AWAY)

@@ -10,11 +10,13 @@ from pathlib import Path
 
 import pytest
 import redis
+import uvloop
 
 from shared import state
 from shared.clock import SYSTEM_CLOCK
 from shared.errors import Reason
 from shared.state import Script, StateAway, Store
+from tests.chaos.proxy import Link
 from tests.fakes.valkey import Valkey
 
 APPEND = Script("redis.call('RPUSH', KEYS[1], ARGV[1]) return redis.call('LLEN', KEYS[1])")
@@ -308,3 +310,41 @@ async def test_closing_does_not_wait_long_for_a_store_that_stands_still(valkey: 
     await store.close()
     assert time.monotonic() - began < state.CLOSE_S + 1
     valkey.resume()
+
+
+# --- on the loop that services run on ---
+
+
+def test_a_connection_that_breaks_is_the_stores_absence_on_uvloop_too(redis_url: str) -> None:
+    uvloop.run(_used_while_connections_break(int(redis_url.rpartition(":")[2].removesuffix("/0"))))
+
+
+async def _used_while_connections_break(port: int) -> None:
+    link = Link("store", ("127.0.0.2", port), ("127.0.0.1", port))
+    await link.start()
+    await asyncio.sleep(0.2)  # it listens
+    answered = refused = 0
+    async with opened(f"redis://127.0.0.2:{port}/0") as store:
+
+        async def use() -> None:
+            nonlocal answered, refused
+            for _ in range(300):
+                try:
+                    await store.run_all([(APPEND, ["l"], ["a"])])
+                    answered += 1
+                except StateAway:
+                    refused += 1
+                    await asyncio.sleep(0.001)
+
+        async def breaking() -> None:
+            while True:
+                await asyncio.sleep(0.02)
+                link.drop()
+                store._mark(True, None)  # not wait for the next look
+
+        breaks = asyncio.create_task(breaking())
+        await asyncio.gather(*(use() for _ in range(8)))
+        breaks.cancel()
+    await link.close()
+    assert answered
+    assert refused
