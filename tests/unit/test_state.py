@@ -343,8 +343,11 @@ async def _used_while_connections_break(port: int) -> None:
                 store._mark(True, None)  # not wait for the next look
 
         breaks = asyncio.create_task(breaking())
-        await asyncio.gather(*(use() for _ in range(8)))
-        breaks.cancel()
-    await link.close()
+        try:
+            async with asyncio.timeout(30):
+                await asyncio.gather(*(use() for _ in range(8)))
+        finally:
+            breaks.cancel()
+            await link.close()
     assert answered
     assert refused
