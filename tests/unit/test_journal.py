@@ -15,7 +15,7 @@ from gateway.transcript import STOP, Fit, Form, Run, Transcript
 from shared.clock import SYSTEM_CLOCK
 from shared.errors import Reason
 from shared.ids import Identity
-from shared.state import Store
+from shared.state import StateAway, Store
 from shared.wire import Stamp
 from tests.fakes.gateway_client import until
 from tests.fakes.mesh import TEXT_TOKENS, tokenizer_json
@@ -29,8 +29,8 @@ ENDING = Ending(finished=b"whole")
 class OwnerOfOne:
     """Owns a request without running it."""
 
-    def __init__(self) -> None:
-        self.id = "cd" * 16
+    def __init__(self, number: int = 0xCD) -> None:
+        self.id = f"{number:02x}" * 16
         self.cancelled: list[Reason] = []
 
     def plan(self) -> tuple[Stamp, Plan, int, Mapping[str, str | int]]:
@@ -148,3 +148,56 @@ async def test_an_owner_that_was_overtaken_is_told_and_shows_nothing_more(valkey
         assert not journal.log.runs
         assert journal.log.breaks == 1
         assert len(journals) == 0
+
+
+async def test_what_is_let_go_is_taken_over_at_once_whatever_was_being_written(valkey: Valkey) -> None:
+    async with writing(valkey.url) as journals, writing(valkey.url, 2) as others:
+        for number in range(1, 21):
+            owner = OwnerOfOne(number)
+            journal = Journal(journals, owner, "a", window_s=60)
+            await journal.claim()
+            journal.put(Run(0, 0, [1]))
+            raising = asyncio.create_task(journal.raise_attempt((1, 2)))
+            await asyncio.sleep(random.Random(number).choice((0, 0.0002, 0.0005, 0.001)))
+            await journals.let_go()
+            assert owner.cancelled == [Reason.OWNER_MOVED]
+            assert journal.log.breaks == 1
+            raising.cancel()
+            assert await others.custody.take_over(owner.id, "a") is not None, "its lease was renewed meanwhile"
+        assert len(journals) == 0
+
+
+async def test_only_what_somebody_goes_on_with_is_let_go_before_the_end(valkey: Valkey) -> None:
+    async with writing(valkey.url) as journals, writing(valkey.url, 2) as others:
+        told, untold, unread, followed, half = (OwnerOfOne(number) for number in range(1, 6))
+        made = {owner: Journal(journals, owner, "a", window_s=60) for owner in (told, untold, unread, followed, half)}
+        for owner, journal in made.items():
+            await journal.claim()
+            for _ in range({told: 1, untold: 1, half: 2}.get(owner, 0)):
+                journal.attach()
+        made[told].log.join(lambda: None, lambda: True)
+        made[untold].log.join(lambda: None, lambda: False)
+        made[half].log.join(lambda: None, lambda: True)  # the other one is still being made
+        async with asyncio.timeout(5):
+            while not made[followed].movable:  # its owner hears of it when it renews the lease
+                await others.custody.follow(followed.id)
+                await asyncio.sleep(0.05)
+        await journals.let_go(every=False)
+        assert {owner for owner in made if owner.cancelled} == {told, followed}
+        await journals.let_go()
+        assert all(owner.cancelled == [Reason.OWNER_MOVED] for owner in made)
+
+
+async def test_what_the_store_has_forgotten_is_not_let_go_until_it_knows_it_again(valkey: Valkey) -> None:
+    async with writing(valkey.url) as journals, writing(valkey.url, 2) as others:
+        owner = OwnerOfOne()
+        journal = Journal(journals, owner, "a", window_s=60)
+        await journal.claim()
+        valkey.kill()
+        valkey.start()
+        while not owner.cancelled:
+            with suppress(StateAway):
+                await journals.let_go()
+            await asyncio.sleep(0.05)
+        await until(lambda: others.custody.forgot(5.0))
+        assert await others.custody.take_over(owner.id, "a") is not None
