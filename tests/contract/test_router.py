@@ -25,6 +25,7 @@ from shared.ids import Identity, incarnation_text
 from shared.peers import Peers, Registration
 from shared.rpc import Channels
 from shared.state import Store
+from shared.wire import Version
 from tests.fakes import worker as fake
 from tests.fakes.otlp import OtlpReceiver
 from tests.fakes.worker import ASSET, FakeWorker, Mismatch
@@ -549,6 +550,63 @@ async def test_drain_refuses_what_is_new_answers_what_is_queued_and_tells_gatewa
         assert (await queued).incarnation == worker.incarnation
         while (message := await call.read()) is not grpc.aio.EOF:
             assert message.draining
+
+
+@asynccontextmanager
+async def beside_another_router(redis_url: str) -> AsyncIterator[None]:
+    """Another router is registered inside the scope."""
+    store = Store(redis_url, SYSTEM_CLOCK, name="beside")
+    await store.start()
+    other = Registration(store, Identity("router", "r2", 2), {"address": "127.0.0.1:2"})
+    try:
+        await other.refresh()
+        yield
+    finally:
+        await other.close()
+        await store.close()
+
+
+async def test_a_router_that_drains_hands_back_what_waits_where_another_one_serves(redis_url: str) -> None:
+    """A gateway of the minor before would take that for a word on the mesh: its requests are placed here."""
+    older = Channels(Identity("gateway", "g0", 98, Version(1, 0)), TracerProvider().get_tracer("test"))
+    loop, ends = asyncio.get_running_loop(), dict[str, float]()
+    async with beside_another_router(redis_url), FakeWorker(max_requests=1) as worker:
+        async with serving(worker, redis_url=redis_url, drain_settle_ms=300) as client:
+            before = Client(client.router, older)
+            await client.submit(request())
+            tasks = {"waits": client.submit(request()), "older": before.submit(request())}
+            await client.wait_queued(2)
+
+            async def comes_late() -> router_pb2.SubmitResponse:
+                await asyncio.sleep(0.1)
+                return await client.submit(request())
+
+            async def finishes() -> None:
+                await asyncio.sleep(1.0)
+                worker.finish()
+
+            tasks["late"] = asyncio.create_task(comes_late())
+            for name, task in tasks.items():
+                task.add_done_callback(lambda _, name=name: ends.setdefault(name, loop.time()))
+            finishing = asyncio.create_task(finishes())
+            began = loop.time()
+        for name in ("waits", "late"):
+            assert (await refusal(tasks[name])).reason is Reason.DRAINING
+            assert 0.3 <= ends[name] - began < 0.9
+        assert (await tasks["older"]).incarnation == worker.incarnation
+        await finishing
+        assert ends["older"] - began >= 1.0
+    await older.close()
+
+
+async def test_the_last_router_places_what_waits_while_it_drains(redis_url: str) -> None:
+    async with FakeWorker(max_requests=1) as worker:
+        async with serving(worker, redis_url=redis_url) as client:
+            await client.submit(request())
+            queued = client.submit(request())
+            await client.wait_queued(1)
+            asyncio.get_running_loop().call_later(0.3, worker.finish)
+        assert (await queued).incarnation == worker.incarnation
 
 
 async def test_what_is_still_queued_when_the_drains_grace_is_over_is_refused() -> None:

@@ -194,6 +194,79 @@ async def test_a_drain_finishes_what_runs_refuses_what_is_new_and_ends_with_zero
             await owner.lose()
 
 
+async def test_a_worker_told_to_end_serves_a_moment_longer_and_hands_back_what_another_can_go_on_with(
+    tmp_path: Path, redis_url: str
+) -> None:
+    settings = {"redis_url": redis_url, "drain_settle_ms": 500}
+    with worker(tmp_path, "w1", **settings) as one, worker(tmp_path, "w2", **settings) as two:
+        said, _ = [await asyncio.to_thread(process.ready) for process in (one, two)]
+        async with channels() as made:
+            owner = RemoteOwner(made, said["grpc"])
+            items = [sub(tmp_path, number, max_tokens=2000) for number in (1, 2)]
+            for item in items:
+                owner.expect(item)
+            await owner.connect()
+            await submit(made, said["grpc"], items[0])
+            watch = worker_pb2_grpc.WorkerServiceStub(made.get(said["grpc"], "watch")).Watch(
+                worker_pb2.WatchRequest(router_id="r", router_incarnation=3, protocol_major=1)
+            )
+            assert not (await watch.read()).draining
+            one.process.send_signal(signal.SIGTERM)
+            while not (await watch.read()).draining:
+                pass
+            assert (await submit(made, said["grpc"], items[1])).HasField("admitted"), "from who has not heard of it"
+            await owner.until(lambda: owner.books[ONE].ending and owner.books[request_id(2)].ending)
+            assert {owner.books[request_id(number)].ending for number in (1, 2)} == {"released"}
+            code, _ = await asyncio.to_thread(one.end)
+            assert code == 0
+            watch.cancel()
+            await owner.lose()
+
+
+async def test_of_two_workers_that_drain_together_neither_counts_on_the_other(tmp_path: Path, redis_url: str) -> None:
+    settings = {"redis_url": redis_url, "drain_settle_ms": 500}
+    with worker(tmp_path, "w1", **settings) as one, worker(tmp_path, "w2", **settings) as two:
+        ready = [await asyncio.to_thread(process.ready) for process in (one, two)]
+        async with channels() as made:
+            owners = [RemoteOwner(made, said["grpc"]) for said in ready]
+            for owner, said in zip(owners, ready, strict=True):
+                item = sub(tmp_path, max_tokens=600)
+                owner.expect(item)
+                await owner.connect()
+                await submit(made, said["grpc"], item)
+            for process in (one, two):
+                process.process.send_signal(signal.SIGTERM)
+            for owner in owners:
+                await owner.finished()
+                assert owner.books[ONE].ending == "finished"
+                await owner.lose()
+            assert [(await asyncio.to_thread(process.end))[0] for process in (one, two)] == [0, 0]
+
+
+async def test_an_older_minor_offers_what_it_had_and_refuses_what_is_new(tmp_path: Path) -> None:
+    with worker(tmp_path, protocol_minor=0) as process:
+        ready = await asyncio.to_thread(process.ready)
+        async with channels() as made:
+            owner = RemoteOwner(made, ready["grpc"])
+            item = sub(tmp_path, max_tokens=3, features=["generate"])
+            owner.expect(item)
+            await owner.connect()
+            assert (await submit(made, ready["grpc"], item)).HasField("admitted")
+            await owner.finished()
+            newer = sub(tmp_path, 2, features=["generate", "logprobs"])
+            refused = (await submit(made, ready["grpc"], newer)).mismatch
+            assert (refused.what, refused.message) == (
+                worker_pb2.Mismatch.WHAT_FEATURE, "not served here: logprobs",
+            )  # fmt: skip
+            described = await worker_pb2_grpc.WorkerServiceStub(made.get(ready["grpc"])).Describe(
+                worker_pb2.DescribeRequest()
+            )
+            assert (described.protocol_major, described.protocol_minor) == (1, 0)
+            assert list(described.features) == ["encode", "generate"]
+            assert list(described.versions[0].features) == ["encode", "generate"]
+            await owner.lose()
+
+
 async def test_a_drain_with_release_hands_back_what_runs_unless_it_is_the_last_replica(
     tmp_path: Path, redis_url: str
 ) -> None:
