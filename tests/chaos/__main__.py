@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import sys
+import tempfile
 from pathlib import Path
 
 import uvloop
@@ -24,6 +25,7 @@ def main() -> int:
     parser.add_argument("--rate", type=float)
     parser.add_argument("--no-faults", action="store_true")
     parser.add_argument("--out", type=Path, help="directory for the scorecard as JSON and as a plot")
+    parser.add_argument("--home", type=Path, help="new directory of the mesh, kept with its logs (a temporary one)")
     options = parser.parse_args()
     changes = {
         "requests": options.requests,
@@ -32,7 +34,9 @@ def main() -> int:
         "faults": not options.no_faults,
     }
     settings = dataclasses.replace(FORMULA, **{name: value for name, value in changes.items() if value is not None})
-    card = uvloop.run(formula_run(settings))
+    with tempfile.TemporaryDirectory() as directory:
+        home = options.home or Path(directory) / "mesh"
+        card = uvloop.run(formula_run(settings, home.absolute()))
     print(card.text())  # noqa: T201
     return 0 if card.passed else 1
 

@@ -126,7 +126,7 @@ class Client:
             bare = "grpc" in error.metadata
             reason = "" if bare else error.reason.value
             self._note(Turn(self._now(), door, exc.code().name, reason, (exc.details() or "")[:200]))
-            again = self._comes_back(error)
+            again = self._comes_back(error) or _never_sent(exc)
         except TimeoutError:
             self._note(Turn(self._now(), door, "SILENT", ""))
             error, again = None, True
@@ -222,3 +222,8 @@ class Client:
     def _expect(self, condition: bool, otherwise: str) -> None:
         if not condition:
             self.story.flaws.append(f"{self._now():.2f} s: {otherwise}")
+
+
+def _never_sent(exc: grpc.aio.AioRpcError) -> bool:
+    """No connection could be made: balancing clients go on to the next gateway by themselves."""
+    return (exc.details() or "").startswith("failed to connect to all addresses")

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import random
-import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,16 +45,14 @@ FORMULA = Settings(requests=10_000, seed=1, rate=13.0, at_once=64, tokens=(16, 9
 STEP_MS = 20
 
 
-async def formula_run(settings: Settings) -> Scorecard:
-    """On the engine without a model."""
-    with tempfile.TemporaryDirectory() as directory:
-        home = Path(directory) / "mesh"
-        write_artefact(home / "models" / MODEL, vocab_size=TEXT_TOKENS, eos=EOS, tokenizer=tokenizer_json())
-        engine = {"module": "tests.fakes.engine", "flags": {"step-ms": STEP_MS}, "kv_blocks": 4096}
-        async with ChaosMesh.lay_out(home, MODEL, {"engine": engine}) as mesh:
-            rng = random.Random(f"{settings.seed} asks")
-            asks = FormulaAsks(rng, MODEL, Tokenizer(tokenizer_json()), settings.tokens)
-            return await _run(mesh, (asks.draw(number) for number in range(settings.requests)), asks.draw(-1), settings)
+async def formula_run(settings: Settings, home: Path) -> Scorecard:
+    """On the engine without a model, in a new directory."""
+    write_artefact(home / "models" / MODEL, vocab_size=TEXT_TOKENS, eos=EOS, tokenizer=tokenizer_json())
+    engine = {"module": "tests.fakes.engine", "flags": {"step-ms": STEP_MS}, "kv_blocks": 4096}
+    async with ChaosMesh.lay_out(home, MODEL, {"engine": engine}) as mesh:
+        rng = random.Random(f"{settings.seed} asks")
+        asks = FormulaAsks(rng, MODEL, Tokenizer(tokenizer_json()), settings.tokens)
+        return await _run(mesh, (asks.draw(number) for number in range(settings.requests)), asks.draw(-1), settings)
 
 
 async def _run(mesh: ChaosMesh, asks: Iterator[Ask], last: Ask, settings: Settings) -> Scorecard:
