@@ -41,6 +41,8 @@ from trunkline.inference.v1 import inference_pb2_grpc
 
 MODEL: Final = "formula"
 STEP_MS: Final = 15
+LONG: Final = 700  # tokens
+AT_ONCE: Final = 5  # requests of one worker: while the other one is away, requests wait at routers
 FIRST_PORT: Final = 29_000
 SERVICE: Final = "trunkline.inference.v1.InferenceService"
 SERVICE_CONFIG: Final = {
@@ -92,7 +94,7 @@ class FormulaMesh(Mesh):
         for spec in plan.specs:
             if spec.role == "worker":
                 engine = {"module": "tests.fakes.engine", "flags": {"step-ms": STEP_MS}, "kv_blocks": 4096}
-                rewrite(own, spec.name, engine=engine)
+                rewrite(own, spec.name, engine=engine, door={"max_requests": AT_ONCE})
             if spec.role != "redis":
                 rewrite(own, spec.name, protocol_minor=minor)
         return cls(home, plan, start_supervisor(own, attached=True))
@@ -155,27 +157,43 @@ class Load:
         self._numbers = itertools.count(seed * 100_000)  # which keys are made of: two loads share none
         self._asks = FormulaAsks(self._rng, MODEL, Tokenizer(tokenizer_json()), (16, 96))
         self._logprobs = logprobs
+        self._group: asyncio.TaskGroup
 
     @asynccontextmanager
     async def offered(self, rate: float) -> AsyncIterator[Load]:
         """So many requests a second inside the scope; it ends when all of them have."""
-        async with asyncio.TaskGroup() as group:
-            offering = group.create_task(self._offer(group, rate))
+        async with asyncio.TaskGroup() as self._group:
+            offering = self._group.create_task(self._offer(rate))
             yield self
             offering.cancel()
 
-    async def _offer(self, group: asyncio.TaskGroup, rate: float) -> None:
+    async def begin_long(self, channel: grpc.aio.Channel, count: int) -> None:
+        """So many resumable streams, long enough to outlive what follows, are under way over this channel."""
+        places: list[list[str]] = []
+        asks = FormulaAsks(self._rng, MODEL, Tokenizer(tokenizer_json()), (LONG, LONG))
+        while len(places) < count:
+            ask = asks.draw(next(self._numbers))
+            if ask.kind is Kind.RESUMABLE and not ask.spec.stop_token_ids:
+                places.append(["", ""])
+                self._group.create_task(self._one(ask, first=channel, place=places[-1]))
+        async with asyncio.timeout(30):
+            while not all(cursor for _, cursor in places):  # noqa: ASYNC110 - streams say it, each by itself
+                await asyncio.sleep(0.05)
+
+    async def _offer(self, rate: float) -> None:
         for number in self._numbers:
-            group.create_task(self._one(self._asks.draw(number), whole=self._rng.random() < 0.2))
+            self._group.create_task(self._one(self._asks.draw(number), whole=self._rng.random() < 0.2))
             await asyncio.sleep(self._rng.expovariate(rate))
 
-    async def _one(self, ask: Ask, whole: bool) -> None:
+    async def _one(
+        self, ask: Ask, *, whole: bool = False, first: grpc.aio.Channel | None = None, place: list[str] | None = None
+    ) -> None:
         kind = f"{ask.kind}{', whole' if whole else ''}"
         if self._logprobs:
             ask.spec.sampling.logprobs = 1
         try:
             async with asyncio.timeout(60):
-                ids = await (self._complete(ask) if whole else self._stream(ask))
+                ids = await (self._complete(ask) if whole else self._stream(ask, first, place or ["", ""]))
         except (TrunklineError, TimeoutError) as exc:
             self.failures.append(f"{ask.number} {kind}: {exc!r}")
             return
@@ -191,11 +209,11 @@ class Load:
             raise from_rpc(exc) from exc
         return {choice.index: list(choice.token_ids) for choice in answer.choices}
 
-    async def _stream(self, ask: Ask) -> dict[int, list[int]]:
-        """Tokens by choice, over as many streams as it takes."""
+    async def _stream(self, ask: Ask, first: grpc.aio.Channel | None, place: list[str]) -> dict[int, list[int]]:
+        """Tokens by choice, over as many streams as it takes; `place`: request id and cursor."""
         ids: dict[int, list[int]] = {index: [] for index in ask.expected}
-        call = self._stub.Generate(pb.GenerateRequest(spec=ask.spec), metadata=self._metadata, timeout=60)
-        place = ["", ""]  # request id and cursor
+        stub = inference_pb2_grpc.InferenceServiceStub(first) if first is not None else self._stub
+        call = stub.Generate(pb.GenerateRequest(spec=ask.spec), metadata=self._metadata, timeout=60)
         while True:
             try:
                 await _read(call, ids, place)
