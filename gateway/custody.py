@@ -20,7 +20,7 @@ from shared import keys
 from shared.errors import Reason, TrunklineError
 from shared.ids import Identity, incarnation_text
 from shared.records import ENDED_TTL_S, LIVE_TTL_S
-from shared.state import Script, Store, Write
+from shared.state import Script, StateAway, Store, Write
 from shared.wire import Stamp
 from trunkline.common.v1 import common_pb2
 from trunkline.worker.v1 import worker_pb2
@@ -142,8 +142,11 @@ class Custody:
         self._now_ms = store_now_ms or (lambda: 0)
         self._idem_ttl_s = idem_ttl_s
 
-    def forgot(self, within_s: float) -> bool:
-        """The store came back empty so lately: what it does not know may have been."""
+    async def forgot(self, within_s: float) -> bool:
+        """The store came back empty so lately, or just now: what it does not know may have been. Raises StateAway."""
+        await self._store.look()
+        if not self._store.available:
+            raise StateAway
         return self._store.lost_within(within_s)
 
     def _note_forgotten(self) -> None:

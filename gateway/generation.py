@@ -182,7 +182,7 @@ class Generation(Request):
 
     async def _claim(self) -> None:
         if self.journal is not None:
-            if self.spec.idempotency_key and self.parts.custody.forgot(_KEYS_S):
+            if self.spec.idempotency_key and await self.parts.custody.forgot(_KEYS_S):
                 raise StateAway  # its request may be running, and its owner is still to say so
             self._owned = True
             await self.journal.claim()

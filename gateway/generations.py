@@ -177,7 +177,7 @@ class Generations:
                 if place is not None:
                     view.seek(place, cursor)
             except TrunklineError as exc:
-                if exc.reason is Reason.RESUME_DIVERGED and self._custody.forgot(_RESTORE_S):
+                if exc.reason is Reason.RESUME_DIVERGED and await self._custody.forgot(_RESTORE_S):
                     raise StateAway from exc  # its owner is telling the store again what the client has
                 raise
             self._following[view] = None
@@ -191,7 +191,7 @@ class Generations:
         """A follower that has read what there is."""
         found = await self._custody.plan(request_id)
         if found is None:
-            if self._custody.forgot(_RESTORE_S):
+            if await self._custody.forgot(_RESTORE_S):
                 raise StateAway  # its owner will tell the store again, perhaps its record before its plan
             record = await self._parts.records.get(request_id)
             if record is None or record.tenant != tenant:
@@ -337,7 +337,7 @@ class Follower:
             news = await self.read()
             if self.log.ending is not None:
                 return
-            if not news.rank and self._custody.forgot(_RESTORE_S):
+            if not news.rank and await self._custody.forgot(_RESTORE_S):
                 raise StateAway
             if news.rank not in (1, 2) or not news.resumable:
                 raise TrunklineError(Reason.OWNER_LOST, "the generation cannot be resumed any more")

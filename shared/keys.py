@@ -57,7 +57,7 @@ def birth() -> str:
 
 def lost() -> str:
     """String: when this data set took another's place (ms, store's clock); absent if it is the first."""
-    return "tl:lost"
+    return f"tl:lost:{{{BIRTH}}}"
 
 
 def peer(role: str, peer_id: str) -> str:

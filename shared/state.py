@@ -32,9 +32,11 @@ MAX_BEHIND: Final = 10_000
 PIPELINE: Final = 64  # writes a batch: about 2 ms of the loop
 CLOSE_S: Final = 3.0
 
-# What means "not now": unreachable, silent, still loading, demoted to a replica, out of memory, closed to us.
+# What means "not now": unreachable, silent, still loading, demoted to a replica, out of memory, closed to us, restarted
+# (and so without a script that it was just given).
 _AWAY: Final = (
     exceptions.ConnectionError,
+    exceptions.NoScriptError,
     exceptions.TimeoutError,
     exceptions.ReadOnlyError,
     exceptions.OutOfMemoryError,
@@ -66,7 +68,7 @@ class Script:
         self.sha = hashlib.sha1(text.encode(), usedforsecurity=False).hexdigest()
 
 
-_LOST: Final = Script(importlib.resources.files("shared").joinpath("scripts/lost.lua").read_text())
+_BIRTH: Final = Script(importlib.resources.files("shared").joinpath("scripts/birth.lua").read_text())
 Write = tuple[Script, Sequence[str], Sequence[str | int | float | bytes]]
 """A script with its keys and arguments."""
 
@@ -95,6 +97,7 @@ class Store:
         self._wake = asyncio.Event()
         self._idle = asyncio.Event()
         self._idle.set()
+        self._probing = asyncio.Lock()
         self._lost_at: float | None = None
         self._on_birth: list[Callable[[], None]] = []
         self._tasks: list[asyncio.Task[None]] = []
@@ -203,33 +206,30 @@ class Store:
             await asyncio.sleep(PROBE_S)
             await self._probe()
 
+    async def look(self) -> None:
+        """Whoever misses something in the store asks whether it is still the same before believing it."""
+        await self._probe()
+
     async def _probe(self) -> None:
-        """Is it there, and is it the data set we know?"""
-        try:
-            async with asyncio.timeout(TIMEOUT_S):
-                birth = await self._read_birth()
-                changed = bool(self.birth) and birth != self.birth
-                self._lost_at = await self._read_lost(changed)
-        except (*_AWAY, exceptions.RedisError, RuntimeError) as exc:  # whatever it gets is no answer to rely on
-            self._mark(False, exc)
-            return
-        self.birth = birth
-        if changed:
-            self._tell_birth_change()
-        self._mark(True, None)
+        """Is it there, and is it the data set we know? One at a time: a change is told once."""
+        async with self._probing:
+            try:
+                async with asyncio.timeout(TIMEOUT_S):
+                    birth, ago_ms = await self._read_birth()
+            except (*_AWAY, exceptions.RedisError, RuntimeError) as exc:  # whatever it gets is no answer to rely on
+                self._mark(False, exc)
+                return
+            changed, self.birth = bool(self.birth) and birth != self.birth, birth
+            self._lost_at = self._clock.monotonic() - ago_ms / 1000 if ago_ms >= 0 else None
+            if changed:
+                self._tell_birth_change()
+            self._mark(True, None)
 
-    async def _read_birth(self) -> str:
-        birth = await self._redis.get(keys.birth())
-        if birth is None:
-            mine = incarnation_text(new_incarnation(self._rng))
-            await self._redis.set(keys.birth(), mine, nx=True)
-            birth = await self._redis.get(keys.birth())
-        return str(birth)
-
-    async def _read_lost(self, changed: bool) -> float | None:
-        """When this data set took another's place: who saw that leaves word for those who start later."""
-        ago_ms = await self._evaluate(_LOST, [keys.lost()], [int(changed)])
-        return self._clock.monotonic() - ago_ms / 1000 if ago_ms >= 0 else None
+    async def _read_birth(self) -> tuple[str, int]:
+        """The data set's name, and how long ago it took another's place: who saw that leaves word for all others."""
+        mine = incarnation_text(new_incarnation(self._rng))
+        birth, ago_ms = await self._evaluate(_BIRTH, [keys.birth(), keys.lost()], [mine, self.birth])
+        return str(birth), int(ago_ms)
 
     def _tell_birth_change(self) -> None:
         _log.warning("the state store came back empty")
@@ -277,10 +277,7 @@ class Store:
             await self._load({script.sha: script for script, _, _ in writes})
             answers = await self._send(pipe, writes)
         for answer in answers:
-            # It went, or it restarted between loading and running.
-            if isinstance(answer, BaseException) and (
-                _means_away(answer) or isinstance(answer, exceptions.NoScriptError)
-            ):
+            if isinstance(answer, BaseException) and _means_away(answer):
                 raise answer
         return answers
 

@@ -192,15 +192,24 @@ def keys_are_taken_at_once() -> list[Patch]:
 
 @mutation("keys", "a_gateway_starts_when_the_store_has_just_lost_everything")
 def who_starts_after_a_loss_does_not_know_of_it() -> list[Patch]:
-    whole = Store._read_lost
+    whole = Store._read_birth
 
-    async def read_lost(self: Any, changed: bool) -> float | None:
-        found = await whole(self, changed)
-        return found if changed else self._lost_at
+    async def read_birth(self: Any) -> tuple[str, int]:
+        birth, ago_ms = await whole(self)
+        saw = self._lost_at is not None or self.birth not in ("", birth)
+        return birth, ago_ms if saw else -1
 
-    return [(Store, "_read_lost", read_lost)]
+    return [(Store, "_read_birth", read_birth)]
 
 
 @mutation("keys", "a_key_was_taken_while_its_owner_was_cut_off_from_a_store_that_forgot_it")
 def a_key_may_lead_to_two_requests() -> list[Patch]:
     return [(custody, "_KEY", without(custody._KEY, "held and held ~= ARGV[1]", "false"))]
+
+
+@mutation("store", "the_store_is_emptied_between_two_looks_at_it")
+def what_is_missing_is_believed_to_be_gone() -> list[Patch]:
+    async def look(self: Any) -> None:
+        """The last look is good enough."""
+
+    return [(Store, "look", look)]

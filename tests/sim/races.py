@@ -483,6 +483,35 @@ async def a_gateway_starts_when_the_store_has_just_lost_everything(world: World,
     assert second.request_id == first.request_id, "INV-11: one key, two requests"
 
 
+@scenario(SLOW_STEPS, **each((0.0, 0.1, 0.2, 0.3, 0.4)))
+async def the_store_is_emptied_between_two_looks_at_it(world: World, after_s: float) -> None:
+    """Nobody saw it go: whoever misses something there looks again before believing it."""
+    first = ask(world, key="k", others=("g2",), breaks_s=1.0, **HALF_A_MINUTE)
+    await until(lambda: first.returns and told(first) > 5)
+    await asyncio.sleep(1.0 + after_s)
+    world.did("the store is emptied")
+    world.redis.empty()
+    back = ask(world, resumes=first.request_id, window_s=30.0, gateway="g2", others=("g2",), **HALF_A_MINUTE)
+    second = ask(world, key="k", gateway="g2", others=("g2",), **HALF_A_MINUTE)
+    await end(first, back, second)
+    finished(first, back, second)
+    assert second.request_id == first.request_id, "INV-11: one key, two requests"
+
+
+@scenario(BOTH)
+async def the_store_forgets_its_scripts_again_and_again(world: World) -> None:
+    """Between being given one and being asked for it, too."""
+    clients = [
+        ask(world, seed=seed, gateway=gateway, window_s=30.0, others=("g1", "g2"), max_tokens=200)
+        for gateway in ("g1", "g2") for seed in range(3)
+    ]  # fmt: skip
+    for _ in range(2000):
+        world.redis.forget_scripts()
+        await asyncio.sleep(0.001)
+    await end(*clients)
+    finished(*clients)
+
+
 @scenario(SLOW_STEPS)
 async def a_key_was_taken_while_its_owner_was_cut_off_from_a_store_that_forgot_it(world: World) -> None:
     """The key decides: its first request, which nobody could know, is given up when its owner comes back."""

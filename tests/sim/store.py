@@ -36,6 +36,10 @@ class SimRedis:
         """It lost everything."""
         self._data.clear()
         self._ends.clear()
+        self.forget_scripts()
+
+    def forget_scripts(self) -> None:
+        """As by SCRIPT FLUSH."""
         self._scripts.clear()
 
     @property

@@ -244,7 +244,7 @@ async def test_a_store_that_came_back_empty_hears_again_what_is_owned(valkey: Va
                 return set(client.smembers(keys.own("1".zfill(16))))
 
         await until(lambda: owned() == {f"{ID}:a"})
-        assert one.forgot(5)
+        assert await one.forgot(5)
 
 
 async def test_a_forgotten_key_is_written_again_unless_it_stands_for_another_request(redis_url: str) -> None:

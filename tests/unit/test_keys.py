@@ -20,7 +20,7 @@ def test_keys_have_the_published_names() -> None:
     assert keys.idem("dev", "k1") == "tl:idem:{dev}:k1"
     assert keys.lim("dev") == "tl:lim:{dev}"
     assert keys.birth() == "tl:birth"
-    assert keys.lost() == "tl:lost"
+    assert keys.lost() == "tl:lost:{tl:birth}"
     assert keys.peer("worker", "w0") == "tl:peer:{worker}:w0"
     assert keys.peers("worker") == "tl:peers:{worker}"
     assert keys.trace("0af7") == "tl:trace:0af7"
@@ -29,6 +29,7 @@ def test_keys_have_the_published_names() -> None:
 
 def test_keys_that_one_script_touches_are_in_one_slot() -> None:
     assert slot(keys.req("ab12")) == slot(keys.out("ab12"))
+    assert slot(keys.birth()) == slot(keys.lost())
     assert slot(keys.peer("worker", "w{0}")) == slot(keys.peers("worker"))
 
 
