@@ -42,6 +42,8 @@ class RouterServiceStub:
     - When the call is cancelled, a queued item MUST be dequeued; for a dispatched one the router MUST send Cancel(e, a)
     to the worker when the batch's answer arrives.
     - There is no transport retry on Submit or SubmitBatch.
+    - UNAVAILABLE(DRAINING) is a word on one router alone: the gateway MUST ask another. Since 1.1 a router that drains
+    answers so what it has queued, if another router serves; gateways of 1.0 MUST be answered as without the drain.
     """
 
     def __init__(self, channel):
@@ -99,6 +101,8 @@ class RouterServiceServicer:
     - When the call is cancelled, a queued item MUST be dequeued; for a dispatched one the router MUST send Cancel(e, a)
     to the worker when the batch's answer arrives.
     - There is no transport retry on Submit or SubmitBatch.
+    - UNAVAILABLE(DRAINING) is a word on one router alone: the gateway MUST ask another. Since 1.1 a router that drains
+    answers so what it has queued, if another router serves; gateways of 1.0 MUST be answered as without the drain.
     """
 
     def Submit(self, request, context):
@@ -137,7 +141,8 @@ class RouterServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Drain(self, request, context):
-        """Refuses new work, then answers what is queued. Returns at once. Idempotent.
+        """Tells gateways, refuses new work a moment later, and hands back or places what is queued. Returns at once.
+        Idempotent.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -201,6 +206,8 @@ class RouterService:
     - When the call is cancelled, a queued item MUST be dequeued; for a dispatched one the router MUST send Cancel(e, a)
     to the worker when the batch's answer arrives.
     - There is no transport retry on Submit or SubmitBatch.
+    - UNAVAILABLE(DRAINING) is a word on one router alone: the gateway MUST ask another. Since 1.1 a router that drains
+    answers so what it has queued, if another router serves; gateways of 1.0 MUST be answered as without the drain.
     """
 
     @staticmethod

@@ -43,6 +43,8 @@ class RouterServiceStub:
     - When the call is cancelled, a queued item MUST be dequeued; for a dispatched one the router MUST send Cancel(e, a)
       to the worker when the batch's answer arrives.
     - There is no transport retry on Submit or SubmitBatch.
+    - UNAVAILABLE(DRAINING) is a word on one router alone: the gateway MUST ask another. Since 1.1 a router that drains
+      answers so what it has queued, if another router serves; gateways of 1.0 MUST be answered as without the drain.
     """
 
     @_typing.overload
@@ -60,7 +62,9 @@ class RouterServiceStub:
     Explain: _grpc.UnaryUnaryMultiCallable[_router_pb2.ExplainRequest, _router_pb2.ExplainResponse]
     """Says how the router would place a request now: candidates, filters, scores."""
     Drain: _grpc.UnaryUnaryMultiCallable[_router_pb2.DrainRequest, _router_pb2.DrainResponse]
-    """Refuses new work, then answers what is queued. Returns at once. Idempotent."""
+    """Tells gateways, refuses new work a moment later, and hands back or places what is queued. Returns at once.
+    Idempotent.
+    """
 
 @_typing.type_check_only
 class RouterServiceAsyncStub(RouterServiceStub):
@@ -80,6 +84,8 @@ class RouterServiceAsyncStub(RouterServiceStub):
     - When the call is cancelled, a queued item MUST be dequeued; for a dispatched one the router MUST send Cancel(e, a)
       to the worker when the batch's answer arrives.
     - There is no transport retry on Submit or SubmitBatch.
+    - UNAVAILABLE(DRAINING) is a word on one router alone: the gateway MUST ask another. Since 1.1 a router that drains
+      answers so what it has queued, if another router serves; gateways of 1.0 MUST be answered as without the drain.
     """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
@@ -94,7 +100,9 @@ class RouterServiceAsyncStub(RouterServiceStub):
     Explain: _aio.UnaryUnaryMultiCallable[_router_pb2.ExplainRequest, _router_pb2.ExplainResponse]  # type: ignore[assignment]
     """Says how the router would place a request now: candidates, filters, scores."""
     Drain: _aio.UnaryUnaryMultiCallable[_router_pb2.DrainRequest, _router_pb2.DrainResponse]  # type: ignore[assignment]
-    """Refuses new work, then answers what is queued. Returns at once. Idempotent."""
+    """Tells gateways, refuses new work a moment later, and hands back or places what is queued. Returns at once.
+    Idempotent.
+    """
 
 class RouterServiceServicer(metaclass=_abc_1.ABCMeta):
     """A router.
@@ -113,6 +121,8 @@ class RouterServiceServicer(metaclass=_abc_1.ABCMeta):
     - When the call is cancelled, a queued item MUST be dequeued; for a dispatched one the router MUST send Cancel(e, a)
       to the worker when the batch's answer arrives.
     - There is no transport retry on Submit or SubmitBatch.
+    - UNAVAILABLE(DRAINING) is a word on one router alone: the gateway MUST ask another. Since 1.1 a router that drains
+      answers so what it has queued, if another router serves; gateways of 1.0 MUST be answered as without the drain.
     """
 
     @_abc_1.abstractmethod
@@ -161,6 +171,8 @@ class RouterServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _router_pb2.DrainRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_router_pb2.DrainResponse, _abc.Awaitable[_router_pb2.DrainResponse]]:
-        """Refuses new work, then answers what is queued. Returns at once. Idempotent."""
+        """Tells gateways, refuses new work a moment later, and hands back or places what is queued. Returns at once.
+        Idempotent.
+        """
 
 def add_RouterServiceServicer_to_server(servicer: RouterServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

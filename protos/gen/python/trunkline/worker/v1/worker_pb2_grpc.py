@@ -156,7 +156,7 @@ class WorkerServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Drain(self, request, context):
-        """Refuses new work, then finishes or releases what runs. Returns at once. Idempotent.
+        """Tells routers, refuses new work a moment later, and finishes or releases what runs. Returns at once. Idempotent.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

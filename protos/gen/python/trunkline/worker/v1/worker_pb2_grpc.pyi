@@ -72,7 +72,7 @@ class WorkerServiceStub:
     GetAsset: _grpc.UnaryUnaryMultiCallable[_worker_pb2.GetAssetRequest, _worker_pb2.GetAssetResponse]
     """Reads a piece of a file that gateways need, by its hash."""
     Drain: _grpc.UnaryUnaryMultiCallable[_worker_pb2.DrainRequest, _worker_pb2.DrainResponse]
-    """Refuses new work, then finishes or releases what runs. Returns at once. Idempotent."""
+    """Tells routers, refuses new work a moment later, and finishes or releases what runs. Returns at once. Idempotent."""
 
 @_typing.type_check_only
 class WorkerServiceAsyncStub(WorkerServiceStub):
@@ -114,7 +114,7 @@ class WorkerServiceAsyncStub(WorkerServiceStub):
     GetAsset: _aio.UnaryUnaryMultiCallable[_worker_pb2.GetAssetRequest, _worker_pb2.GetAssetResponse]  # type: ignore[assignment]
     """Reads a piece of a file that gateways need, by its hash."""
     Drain: _aio.UnaryUnaryMultiCallable[_worker_pb2.DrainRequest, _worker_pb2.DrainResponse]  # type: ignore[assignment]
-    """Refuses new work, then finishes or releases what runs. Returns at once. Idempotent."""
+    """Tells routers, refuses new work a moment later, and finishes or releases what runs. Returns at once. Idempotent."""
 
 class WorkerServiceServicer(metaclass=_abc_1.ABCMeta):
     """A worker: a door process in front of an engine.
@@ -195,6 +195,6 @@ class WorkerServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _worker_pb2.DrainRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_worker_pb2.DrainResponse, _abc.Awaitable[_worker_pb2.DrainResponse]]:
-        """Refuses new work, then finishes or releases what runs. Returns at once. Idempotent."""
+        """Tells routers, refuses new work a moment later, and finishes or releases what runs. Returns at once. Idempotent."""
 
 def add_WorkerServiceServicer_to_server(servicer: WorkerServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
