@@ -40,7 +40,7 @@ FILE = "mesh-rows.json"
 
 
 def main() -> int:
-    """Measures; exit code 0 whatever the figures are."""
+    """Measures; exit code 1 where something could not be measured, 0 whatever the figures are."""
     parser = argparse.ArgumentParser(prog="python -m tests.bench.mesh", description=__doc__)
     parser.add_argument(
         "--only", nargs="+", choices=MEASURES, default=list(MEASURES), metavar="NAME", help=", ".join(MEASURES)
@@ -52,15 +52,17 @@ def main() -> int:
     args.out.mkdir(parents=True, exist_ok=True)
     (args.out / FILE).write_text(json.dumps(_whole(facts, rows), indent=2, ensure_ascii=False) + "\n")
     _show(rows)
-    return 0
+    return int(any(row.value is None for row in rows))
 
 
 def _measured(name: str, measure: Callable[[Path], list[Row]]) -> list[Row]:
-    """One measure, in a directory of its own; one that breaks is a row that says so."""
+    """One measure, in a directory of its own; one that breaks is a row that says so, and the others are measured."""
     home = Path(tempfile.mkdtemp(prefix=f"trunkline-bench-{name}-"))
     sys.stderr.write(f"{name} (load {os.getloadavg()[0]:.2f})\n")
     try:
         return measure(home)
+    except Exception as exc:
+        return [Row(name, "", None, remark=f"did not run: {type(exc).__name__}: {str(exc)[-400:]}")]
     finally:
         shutil.rmtree(home, ignore_errors=True)
 

@@ -20,6 +20,8 @@ CONCURRENT = 200
 STEP_MS = 10.0
 PAUSE_S = 0.05  # between small requests
 BEFORE_S = 4.0
+STAGES = ("admit", "router_queue", "dispatch")
+PARTS = (*STAGES, "tokenise")
 MOST = 1 << 30  # tokens that may wait for prefill at a worker
 
 
@@ -34,9 +36,15 @@ def measure(home: Path) -> list[Row]:
     beyond = [each.added_s - each.receipt.tokenise_ms / 1e3 for each in large]
     tokenise = statistics.median(each.receipt.tokenise_ms for each in large)
     was, now = (milliseconds([each.first_s for each in told], 0.5) for told in (before, meanwhile))
+    parts = {name: statistics.median(getattr(each.receipt, f"{name}_ms") for each in large) for name in STAGES}
+    outside = statistics.median(
+        1e3 * each.added_s - sum(getattr(each.receipt, f"{n}_ms") for n in PARTS) for each in large
+    )
     remark = (
-        f"p99 {milliseconds(beyond, 0.99):.0f}; tokenising {tokenise:,.0f} ms (all {CONCURRENT} wait for the same "
-        f"threads), total {milliseconds([each.first_s for each in large], 0.5):,.0f}"
+        f"p99 {milliseconds(beyond, 0.99):.0f}; medians: "
+        + ", ".join(f"{name} {value:.0f}" for name, value in parts.items())
+        + f", before acceptance and after the engine {outside:.0f}; tokenising {tokenise:,.0f} (shared threads), "
+        f"total {milliseconds([each.first_s for each in large], 0.5):,.0f}"
     )
     spread = f"{len(meanwhile)} requests meanwhile: {now:.1f} ms p50 after {was:.1f}; p99 " + " after ".join(
         f"{milliseconds([each.first_s for each in told], 0.99):.1f}" for told in (meanwhile, before)

@@ -12,11 +12,11 @@ from trunkctl.bench.measures import quantile as quantile
 
 @dataclass(frozen=True)
 class Row:
-    """One measure. `most`: the target is an upper bound; None of a target: it is told beside the others."""
+    """One measure. `most`: the target is an upper bound. No value: it could not be measured."""
 
     measure: str
     unit: str
-    value: float
+    value: float | None
     target: float | None = None
     bound: Literal["most", "least"] = "most"
     remark: str = ""
@@ -25,7 +25,7 @@ class Row:
     @property
     def met(self) -> bool | None:
         """Whether the value keeps the target; None where there is none."""
-        if self.target is None:
+        if self.target is None or self.value is None:
             return None
         return self.value <= self.target if self.bound == "most" else self.value >= self.target
 
@@ -34,7 +34,12 @@ class Row:
         sign = "≤" if self.bound == "most" else "≥"
         target = "" if self.target is None else f"{sign} {self.target:g}"
         met = {True: "yes", False: "NO", None: ""}[self.met]
-        return self.measure, target, f"{self.value:,.4g} {self.unit}".strip(), met, f"{self.load:.2f}", self.remark
+        value = "-" if self.value is None else f"{_rounded(self.value)} {self.unit}"
+        return self.measure, target, value, met, f"{self.load:.2f}", self.remark
+
+
+def _rounded(value: float) -> str:
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
 
 
 def milliseconds(seconds: Sequence[float], share: float) -> float:
