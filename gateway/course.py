@@ -41,13 +41,22 @@ class MoveBudget:
 
     def take(self) -> bool:
         """Take one move; False when none is left."""
-        now = self._clock.monotonic()
-        self._left = min(self._burst, self._left + (now - self._at) * self._per_s)
-        self._at = now
+        self._fill()
         if self._left < 1:
             return False
         self._left -= 1
         return True
+
+    def await_turn(self) -> float:
+        """Take one move, be it in advance; seconds until it is due."""
+        self._fill()
+        self._left -= 1
+        return max(0.0, -self._left / self._per_s)
+
+    def _fill(self) -> None:
+        now = self._clock.monotonic()
+        self._left = min(self._burst, self._left + (now - self._at) * self._per_s)
+        self._at = now
 
 
 @dataclass(frozen=True)
@@ -173,15 +182,18 @@ class Course:
             )
 
     def _move(self, end: End) -> Again:
-        """Off a worker, to another."""
-        if end.bound and not self._budget.take():
+        """Off a worker, to another. Off one that drains, since it was asked to, moves wait for the budget."""
+        drains = end.kind is Kind.RELEASED and end.why == worker_pb2.Released.WHY_DRAINING
+        due_s = self._budget.await_turn() if drains else 0.0
+        if end.bound and not drains and not self._budget.take():
             raise TrunklineError(
                 Reason.WORKER_LOST, "the worker was lost and this gateway's budget of moves is spent", retry_after_s=1.0
             )
         self.migrations += bool(end.bound and self._tokens)
         self._refusals = 0
         self.refusers.clear()
-        return self._once_more(end.error or _worker_lost())
+        again = self._once_more(end.error or _worker_lost())
+        return Again(max(again.after_s, due_s))
 
     def _once_more(self, error: TrunklineError) -> Again:
         if self._fruitless >= self._limits.fruitless:

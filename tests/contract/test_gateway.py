@@ -471,6 +471,21 @@ async def test_a_stream_to_a_worker_is_closed_after_a_minute_without_requests_an
         assert len(worker.hellos) == 2
 
 
+async def test_a_gateway_of_the_minor_before_speaks_it_and_asks_for_nothing_newer(
+    redis_url: str, tmp_path: Path
+) -> None:
+    async with world(redis_url, tmp_path, protocol_minor=0) as (client, (router,), (worker,)):
+        assert (await client.stream(spec(PROMPT))).texts == {0: expected(PROMPT, 0, 8)}
+        hello = worker.hellos[0]
+        assert (hello.protocol_major, hello.protocol_minor, list(hello.features)) == (1, 0, ["encode", "generate"])
+        asked = spec(PROMPT)
+        asked.sampling.logprobs = 1
+        with pytest.raises(TrunklineError) as caught:
+            await client.stream(asked)
+        assert caught.value.reason is Reason.FEATURE_OFF
+        assert [list(sent.submission.required_features) for sent in router.requests] == [["generate"]]
+
+
 async def test_a_draining_gateway_finishes_what_it_has_and_refuses_what_is_new(redis_url: str, tmp_path: Path) -> None:
     async with world(redis_url, tmp_path, fakes={"lengths": (60,), "step_s": 0.005}) as (client, _, _):
         call = client.generate(spec(PROMPT))

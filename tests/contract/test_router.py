@@ -599,6 +599,16 @@ async def test_a_router_that_drains_hands_back_what_waits_where_another_one_serv
     await older.close()
 
 
+async def test_a_router_of_the_minor_before_places_what_waits(redis_url: str) -> None:
+    async with beside_another_router(redis_url), FakeWorker(max_requests=1) as worker:
+        async with serving(worker, redis_url=redis_url, protocol_minor=0) as client:
+            await client.submit(request())
+            queued = client.submit(request())
+            await client.wait_queued(1)
+            asyncio.get_running_loop().call_later(0.3, worker.finish)
+        assert (await queued).incarnation == worker.incarnation
+
+
 async def test_the_last_router_places_what_waits_while_it_drains(redis_url: str) -> None:
     async with FakeWorker(max_requests=1) as worker:
         async with serving(worker, redis_url=redis_url) as client:

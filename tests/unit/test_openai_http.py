@@ -349,7 +349,8 @@ async def test_one_failing_prompt_ends_them_all(client: openai.AsyncOpenAI, core
 async def test_every_reason_is_its_row_of_the_table(address: str, core: FakeGenerations, reason: Reason) -> None:
     if reason in (Reason.CLIENT_GONE, Reason.SLOW_READER):
         return  # nobody is there to be told
-    core.refuse = TrunklineError(reason, "Said plainly.", retry_after_s=1.25)
+    left = {"x-ratelimit-remaining-tokens": "7", "subject": "TPM *"}
+    core.refuse = TrunklineError(reason, "Said plainly.", retry_after_s=1.25, metadata=left)
     for stream in (False, True):
         status, headers, body = await post(
             address, "/v1/chat/completions", {"model": MODEL, "messages": QUESTION, "stream": stream}
@@ -361,6 +362,8 @@ async def test_every_reason_is_its_row_of_the_table(address: str, core: FakeGene
         }
         assert headers["retry-after"] == "2"
         assert headers["retry-after-ms"] == "1250"
+        assert headers["x-ratelimit-remaining-tokens"] == "7"
+        assert "subject" not in headers
         assert re.fullmatch("[0-9a-f]{32}", headers["x-request-id"])
         assert ("x-should-retry" in headers) is (not row.retryable)
 
