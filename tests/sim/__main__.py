@@ -36,19 +36,21 @@ def _run_many(seeds: Sequence[int], processes: int) -> int:
         if done % 500 == 0:
             print(f"{done} of {len(seeds)} seeds, {len(failed)} failed", flush=True)
     took = time.monotonic() - began
-    print(f"{len(seeds)} seeds in {took:.0f} s ({len(seeds) / took:.1f} a second), {len(failed)} failed")
+    print(
+        f"{len(seeds)} seeds in {took:.0f} s ({len(seeds) / took:.1f} a second), {len(failed)} failed", *sorted(failed)
+    )
     return 1 if failed else 0
 
 
 def _run_one(seed: int, log: str) -> int:
     from tests.sim import chance
 
-    world = None
+    world, failed = None, 0
     try:
         world = random_world(seed, keep_log=True)
     except Exception:
         traceback.print_exc()
-        world = chance.last
+        world, failed = chance.last, 1
     if world is not None:
         for line in world.events:
             print(line)
@@ -57,7 +59,7 @@ def _run_one(seed: int, log: str) -> int:
         with open(log, "w") as file:
             file.write("\n".join(world.lines))
         print(f"history of {len(world.lines)} lines in {log}")
-    return 0
+    return failed
 
 
 def _run_scenario(name: str) -> int:
@@ -70,11 +72,11 @@ def _run_scenario(name: str) -> int:
 def main() -> int:
     """See the module."""
     parser = argparse.ArgumentParser(prog="python -m tests.sim")
-    parser.add_argument("--seeds", type=int, default=100)
-    parser.add_argument("--first", type=int, default=0)
-    parser.add_argument("--seed", type=int)
-    parser.add_argument("--scenario", choices=sorted(SCENARIOS))
-    parser.add_argument("--processes", type=int, default=multiprocessing.cpu_count())
+    parser.add_argument("--seeds", type=int, default=100, help="how many worlds")
+    parser.add_argument("--first", type=int, default=0, help="the seed of the first")
+    parser.add_argument("--seed", type=int, help="only this one, and its history")
+    parser.add_argument("--scenario", choices=sorted(SCENARIOS), metavar="NAME", help="a named one instead")
+    parser.add_argument("--processes", type=int, default=multiprocessing.cpu_count(), help="one for each processor")
     parser.add_argument("--log", default="/dev/null", help="where the history of one seed goes")
     options = parser.parse_args()
     if options.scenario:

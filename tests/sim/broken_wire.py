@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from gateway import course, generation, link, links, transcript, transport, upstream
+from gateway import course, embedding, generation, link, links, transcript, transport, upstream
 from gateway.attempt import Attempt
 from gateway.request import Request
 from gateway.transcript import Fit
@@ -109,6 +109,11 @@ def an_end_travels_alone() -> list[Patch]:
                 choice.finish = finish
 
     return [(batch.Batch, "choices", choices)]
+
+
+@mutation("2", "a_worker_is_killed_while_it_embeds")
+def a_later_attempt_goes_on_with_half_an_embedding() -> list[Patch]:
+    return [(embedding.Embedding, "queued", Request.queued)]
 
 
 @mutation("3", "a_batch_is_duplicated")

@@ -67,6 +67,7 @@ class Chance:
         world.net.tap = self._tap
         rng = self._rng
         asks = [(rng.uniform(0, BUSY_S), self._ask(number)) for number in range(rng.randint(3, 12))]
+        asks += [(rng.uniform(0, BUSY_S), self._ask_to_embed()) for _ in range(rng.choice((0, 0, 1, 2)))]
         faults = [(rng.uniform(0.1, BUSY_S + 0.5), self._fault()) for _ in range(rng.choice((0, 1, 2, 3, 5)))]
         doings: list[tuple[float, Callable[[], Any]]] = [(at, lambda ask=ask: world.ask(ask)) for at, ask in asks]
         doings += [(at, lambda fault=fault: fault(world)) for at, fault in faults]
@@ -107,6 +108,17 @@ class Chance:
             window_s=rng.choice((0.0, 20.0)),
             key=f"key{number}" if rng.random() < 0.2 else "",
             breaks_s=rng.uniform(0.0, 1.0) if rng.random() < 0.2 else None,
+            others=tuple(f"g{each}" for each in range(1, self.plan.gateways + 1)),
+        )
+
+    def _ask_to_embed(self) -> Ask:
+        rng = self._rng
+        lengths = [rng.choice((1, 10, 60)) for _ in range(rng.choice((1, 4, 12)))]
+        return Ask(
+            gateway=f"g{rng.randint(1, self.plan.gateways)}",
+            tenant=rng.choice("ab"),
+            embeds=tuple(tuple(rng.randrange(256) for _ in range(length)) for length in lengths),
+            leaves_s=rng.uniform(0.0, 0.5) if rng.random() < 0.2 else None,
             others=tuple(f"g{each}" for each in range(1, self.plan.gateways + 1)),
         )
 

@@ -11,11 +11,12 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
 import grpc
+import numpy as np
 
 from shared.errors import Reason, from_rpc
 from tests.fakes import mesh as fake
 from tests.fakes.gateway_client import TOKENIZER, Said
-from tests.sim.engine import completion, token
+from tests.sim.engine import completion, states, token
 from tests.sim.loop import Process
 from tests.sim.net import SimChannel
 from trunkline.common.v1 import common_pb2
@@ -61,13 +62,14 @@ class Ask:
     breaks_s: float | None = None  # after which its client breaks off, to come back
     others: tuple[str, ...] = ()  # gateways to come back to, in turn
     resumes: str = ""  # a request id: the client has asked before
+    embeds: tuple[tuple[int, ...], ...] = ()  # inputs: it is an embedding that is asked for
     seedless: bool = False  # the gateway is to draw the seed; `seed` is for who judges
     dozes_s: float = 0.0  # for which its client takes nothing, once, early in its first stream
 
     @property
     def resumable(self) -> bool:
         """Another gateway may go on with it."""
-        return bool(self.window_s or self.key)
+        return bool(self.window_s or self.key) and not self.embeds
 
     def spec(self) -> pb.GenerationSpec:
         """As it is sent."""
@@ -82,6 +84,11 @@ class Ask:
         if self.logprobs:
             spec.sampling.logprobs = 0
         return spec
+
+
+def vectors(ask: Ask, salt: int) -> list[list[float]]:
+    """What an embedding is by the model's law."""
+    return [states(salt, ids).mean(axis=0, dtype=np.float64).astype(np.float32).tolist() for ids in ask.embeds]
 
 
 @dataclass(frozen=True)
@@ -121,6 +128,7 @@ class Client:
     returns: int = 0
     refusals: int = 0  # STATE_AWAY
     dozed: bool = False
+    vectors: list[list[float]] = field(default_factory=list)
     request_id: str = ""
     _cursor: str = ""
     _unsent: bool = False  # the last call never left: no connection was to be had
@@ -155,14 +163,14 @@ class Client:
         never left: a connection may fail to come about for want of one packet."""
         try:
             self.request_id = self.ask.resumes
-            await self._call(self._again(self.ask.gateway))
+            await self._once(self.ask.gateway)
             for turn in range(MOST_TURNS):
                 if not self._may_return():
                     return
                 await asyncio.sleep(0.2 + 0.1 * turn)
                 self.returns += 1
                 gateway = self._gateways[(turn + 1) % len(self._gateways)]
-                await self._call(self._again(gateway))
+                await self._once(gateway)
         except asyncio.CancelledError:
             self.outcome = LEFT
             raise
@@ -173,6 +181,22 @@ class Client:
         refused = self.outcome in (Reason.STATE_AWAY.value, Reason.DRAINING.value)  # then asking again is safe
         known = self.ask.key or self.request_id or refused
         return self._unsent or bool(self.ask.resumable and known)
+
+    async def _once(self, gateway: str) -> None:
+        await (self._embed(gateway) if self.ask.embeds else self._call(self._again(gateway)))
+
+    async def _embed(self, gateway: str) -> None:
+        self.outcome, self._unsent = "", False
+        stub = inference_pb2_grpc.InferenceServiceStub(self._channel(gateway))  # type: ignore[no-untyped-call]
+        request = pb.EmbedRequest(model=fake.MODEL, normalize=False)
+        for ids in self.ask.embeds:
+            request.inputs.add().token_ids.ids.extend(ids)
+        try:
+            answer = await stub.Embed(request, metadata=self._metadata, timeout=self.ask.deadline_s)
+        except grpc.aio.AioRpcError as error:
+            self._failed(error)
+        else:
+            self.outcome, self.vectors = FINISHED, [[*each.values] for each in answer.embeddings]
 
     def _generate(self, gateway: str) -> Any:
         stub = inference_pb2_grpc.InferenceServiceStub(self._channel(gateway))  # type: ignore[no-untyped-call]
@@ -270,6 +294,10 @@ class Client:
     def check(self) -> None:
         """What it heard is the model's, whole if it finished, else a part of it from the start."""
         assert self.outcome, f"c{self.number} never came to an end"
+        if self.ask.embeds:
+            right = [vectors(self.ask, salt) for salt in set(self.world.salts)] if self.outcome == FINISHED else [[]]
+            assert self.vectors in right, f"c{self.number}: {self.vectors} is none of {right}"
+            return
         for choice in range(self.ask.choices):
             self._check_choice(choice)
         if self.outcome == FINISHED:

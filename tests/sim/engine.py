@@ -16,9 +16,11 @@ from typing import Any, Final
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
+import torch
 
 from shared.ids import Rng
-from tests.fakes.mesh import EOS, TEXT_TOKENS
+from tests.fakes.mesh import EOS, TEXT_TOKENS, WIDTH
 from tests.sim.loop import Process, SimLoop
 from workers.door.execution import EngineBroken
 from workers.engine import messages as m
@@ -68,6 +70,11 @@ def completion(salt: int, seed: int, choice: int, prompt: Sequence[int], most: i
     return ids, False
 
 
+def states(salt: int, ids: Sequence[int]) -> npt.NDArray[np.float32]:
+    """Hidden states [n, WIDTH], small whole numbers: their means are exact, whatever order they are summed in."""
+    return ((np.array(ids)[:, None] >> np.arange(WIDTH) & 15) + salt).astype(np.float32)
+
+
 @dataclass(frozen=True)
 class Shape:
     """What an engine pretends to be, and how long its steps take."""
@@ -84,7 +91,7 @@ class Shape:
     def ready(self, artefact_hash: str, tokenizer_hash: str) -> m.Ready:
         """As the engine says it."""
         return m.Ready(artefact_hash, tokenizer_hash, "sim", "sim", _VOCABULARY, self.max_context, 16, self.blocks,
-                       self.max_seqs, 8, (EOS,))  # fmt: skip
+                       self.max_seqs, WIDTH, (EOS,))  # fmt: skip
 
 
 class SimEngine:
@@ -174,7 +181,7 @@ class SimEngine:
     def wall_ms(self) -> int:
         return round(self.monotonic() * 1000)
 
-    def arrays(self, plan: Plan) -> Any:
+    def arrays(self, plan: Plan) -> Plan:
         """The step takes its time. INV-12: nothing that the engine knows to be cancelled is in it."""
         keys = {span.sequence.request.key for span in plan.spans}
         assert not keys & self._cancelled, f"INV-12: a step for cancelled keys {keys & self._cancelled}"
@@ -182,10 +189,15 @@ class SimEngine:
         shape = self._shape
         took_s = shape.step_s + shape.prefill_s * plan.prefill_tokens
         self._offset += took_s * self.slow * self._rng.uniform(0.8, 1.25)
+        return plan
 
-    def forward(self, batch: Any) -> Output:
-        """Nothing is computed."""
-        return Output(None, None)  # type: ignore[arg-type]
+    def forward(self, plan: Plan) -> Output:
+        """Nothing is computed but what is to be embedded."""
+        hidden: Any = None
+        if any(isinstance(span.sequence.request.spec, m.Encode) for span in plan.spans):
+            ids = [span.sequence.tokens[span.start : span.start + span.count] for span in plan.spans]
+            hidden = torch.from_numpy(states(self.salt, np.concatenate(ids)))
+        return Output(hidden, None)  # type: ignore[arg-type]
 
     def _sample(self, _logits: Any, draws: Sequence[Draw]) -> list[Pick]:
         return [

@@ -23,6 +23,7 @@ from tests.sim.scene import (
     Tap,
     ask,
     cancelled_by,
+    each,
     end,
     finished,
     holders,
@@ -369,6 +370,36 @@ async def tenants_do_not_share_a_cache(world: World) -> None:
     finished(*clients)
     cached = [client.said.finished.usage.cached_tokens for client in clients if client.said.finished]
     assert cached == [0, 32, 0], f"cached tokens: {cached}"
+
+
+@scenario(BOTH, **each(range(1, 9)))
+async def embeddings_are_reset_at_a_message(world: World, number: int) -> None:
+    """Pieces are told again from where they were acknowledged; the call is answered once, whole."""
+
+    def fate(passing: Passing, seen: int) -> Fate:
+        return Fate(reset_before=passes(passing, "Outputs", "message", "w") and seen == number)
+
+    Tap(world, fate)
+    inputs = tuple(tuple(range(first, first + 30)) for first in range(12))
+    clients = [ask(world, embeds=inputs, gateway=gateway) for gateway in ("g1", "g2")]
+    await end(*clients)
+    finished(*clients)
+    assert retries(world) == 0, "a broken stream is not a lost worker"
+
+
+@scenario(replace(SMALL, other_tokens=True), **each((1, 2, 4, 7)))
+async def a_worker_is_killed_while_it_embeds(world: World, step: int) -> None:
+    """What was there of it is worth nothing at the next one: it is done again, whole."""
+    inputs = tuple(tuple(range(first, first + 60)) for first in range(8))
+    client = ask(world, embeds=inputs)
+    await until(lambda: holders(world))
+    (name,) = holders(world)
+    engine = world.nodes[name].parts.supervisor.engine
+    await until(lambda: engine.engine.steps >= step or client.ended)
+    world.kill(name)
+    await end(client)
+    finished(client)
+    assert retries(world) == 1
 
 
 # Owners.
