@@ -11,7 +11,7 @@ import binascii
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 from shared.errors import Reason, TrunklineError, Violation
 
@@ -21,8 +21,7 @@ _HEAD: Final = struct.Struct("<B16s")
 _PLACE: Final = struct.Struct("<II?8s")
 
 
-@dataclass(frozen=True, slots=True)
-class Place:
+class Place(NamedTuple):
     """How far one choice was told: tokens, characters, whether its end was told, sha256 of the ids (8 bytes)."""
 
     tokens: int
@@ -46,7 +45,7 @@ class Cursor:
 
 def encode(request_id: bytes, places: Sequence[Place]) -> str:
     """Version, request id, then per choice tokens and characters (u32), end told, digest; base64 for URLs."""
-    parts = [_PLACE.pack(place.tokens, place.chars, place.ended, place.digest) for place in places]
+    parts = [_PLACE.pack(*place) for place in places]
     data = _HEAD.pack(_VERSION, request_id) + b"".join(parts)
     return base64.urlsafe_b64encode(data).rstrip(b"=").decode()
 

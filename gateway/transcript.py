@@ -26,6 +26,7 @@ STOP: Final = common_pb2.FINISH_REASON_STOP
 LENGTH: Final = common_pb2.FINISH_REASON_LENGTH
 
 _DIGEST_BYTES: Final = 8  # of the sha256 of the ids so far, in a cursor
+_ID: Final = struct.Struct("<I")
 
 
 class Fit(Enum):
@@ -301,7 +302,7 @@ class _Choice:
         self._taken += len(ids)
         self._taken_chars += len(self._text)
         self._text = ""
-        self._digest.update(struct.pack(f"<{len(ids)}I", *ids))
+        self._digest.update(b"".join(map(_ID.pack, ids)))
         self.place = self._where()
 
     def _where(self) -> Place:
