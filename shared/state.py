@@ -85,6 +85,9 @@ class Store:
             url,
             client_name=name,
             decode_responses=True,
+            # With RESP3 it hears of a server's maintenance, and to that end no longer looks whether an idle connection
+            # has ended: each of them would then be found dead by a call of ours.
+            protocol=2,
             # Its own time limit on sending goes by asyncio.wait_for, which swallows cancellation on Python 3.11; every
             # call here has one of ours instead.
             socket_timeout=None,
@@ -93,6 +96,7 @@ class Store:
             retry=None,
         )
         self._gate = asyncio.Semaphore(MAX_CONNECTIONS)
+        self._absences = 0
         self._behind: deque[Write] = deque()
         self._wake = asyncio.Event()
         self._idle = asyncio.Event()
@@ -166,6 +170,7 @@ class Store:
     async def _guarded(self, call: Callable[[], Awaitable[_T]]) -> _T:
         if not self.available:
             raise StateAway
+        absences = self._absences
         try:
             async with self._gate:
                 if not self.available:  # it went while this call waited for its turn
@@ -175,7 +180,8 @@ class Store:
         except (*_AWAY, exceptions.ResponseError, RuntimeError) as exc:
             if not _means_away(exc):
                 raise
-            self._mark(False, exc)
+            if absences == self._absences:  # else it is back since, and only this call's connection is not
+                self._mark(False, exc)
             raise StateAway from exc
 
     async def _evaluate(self, script: Script, keys_: Sequence[str], args: Sequence[str | int | float | bytes]) -> Any:
@@ -243,6 +249,7 @@ class Store:
     def _mark(self, available: bool, why: BaseException | None) -> None:
         if available != self.available:
             self.available = available
+            self._absences += not available
             _available.set(available)
             _log.warning("the state store %s", "answers" if available else f"is away ({type(why).__name__})")
             self._wake.set()

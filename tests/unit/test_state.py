@@ -211,6 +211,17 @@ async def test_a_killed_store_costs_one_failed_call_and_then_no_wait_and_comes_b
         assert await store.run(APPEND, ["l"], ["x"]) == 1, "it came back empty"
 
 
+async def test_connections_that_ended_with_a_killed_store_fail_no_call_once_it_is_back(valkey: Valkey) -> None:
+    async with opened(valkey.url) as store:
+        await asyncio.gather(*(store.get("k") for _ in range(12)))  # so many connections wait for their next use
+        valkey.kill()
+        await refused_in(store)
+        valkey.start()
+        await until(lambda: store.available)
+        await asyncio.gather(*(store.get("k") for _ in range(12)))
+        assert store.available
+
+
 async def test_a_store_that_came_back_empty_is_told_to_all_even_if_one_of_them_fails(valkey: Valkey) -> None:
     told: list[str] = []
 
