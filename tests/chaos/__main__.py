@@ -7,38 +7,58 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import json
 import sys
 import tempfile
 from pathlib import Path
 
 import uvloop
 
-from tests.chaos.run import FORMULA, formula_run
+from tests.bench.facts import machine_facts
+from tests.chaos.plot import svg
+from tests.chaos.run import ENGINES, Settings, run
+from tests.chaos.scorecard import Scorecard
+
+MODELS = Path(".trunkline/models")
 
 
 def main() -> int:
     """See the module."""
+    options = _options()
+    given = {name: getattr(options, name) for name in ("requests", "rate", "seed", "only")}
+    changes = {name: value for name, value in given.items() if value is not None}
+    settings = dataclasses.replace(ENGINES[options.engine], faults=not options.no_faults, **changes)
+    machine = machine_facts()
+    with tempfile.TemporaryDirectory() as directory:
+        home = options.home or Path(directory) / "mesh"
+        card = uvloop.run(run(settings, home.absolute(), MODELS.absolute()))
+    print(card.text())  # noqa: T201
+    if options.out:
+        _write(card, settings, machine, options.out)
+    return 0 if card.passed else 1
+
+
+def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m tests.chaos")
-    parser.add_argument("--engine", choices=("latency", "smollm2"), default="latency")
+    parser.add_argument("--engine", choices=tuple(ENGINES), default="latency")
     parser.add_argument("--requests", type=int)
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--rate", type=float)
+    parser.add_argument("--seed", type=int, help="of load and faults")
+    parser.add_argument("--rate", type=float, help="requests a second")
+    parser.add_argument("--only", help="strikes whose label begins like this: `kill redis`, `stalled to store`")
     parser.add_argument("--no-faults", action="store_true")
     parser.add_argument("--out", type=Path, help="directory for the scorecard as JSON and as a plot")
     parser.add_argument("--home", type=Path, help="new directory of the mesh, kept with its logs (a temporary one)")
-    options = parser.parse_args()
-    changes = {
-        "requests": options.requests,
-        "rate": options.rate,
-        "seed": options.seed,
-        "faults": not options.no_faults,
-    }
-    settings = dataclasses.replace(FORMULA, **{name: value for name, value in changes.items() if value is not None})
-    with tempfile.TemporaryDirectory() as directory:
-        home = options.home or Path(directory) / "mesh"
-        card = uvloop.run(formula_run(settings, home.absolute()))
-    print(card.text())  # noqa: T201
-    return 0 if card.passed else 1
+    return parser.parse_args()
+
+
+def _write(card: Scorecard, settings: Settings, machine: dict[str, object], out: Path) -> None:
+    command = f"python -m tests.chaos --engine {settings.engine} --requests {settings.requests} --seed {settings.seed}"
+    facts = {"machine": machine, "command": command, "settings": dataclasses.asdict(settings)}
+    numbers = {**facts, **card.summary(), "by_strike": card.by_kind(), "blows": card.log()}
+    out.mkdir(parents=True, exist_ok=True)
+    (out / f"chaos-{settings.engine}.json").write_text(json.dumps(numbers, indent=1) + "\n")
+    title = f"chaos, {settings.engine} engine: {len(card.stories)} requests, {len(card.blows)} strikes"
+    (out / f"chaos-{settings.engine}.svg").write_text(svg(card, title))
 
 
 if __name__ == "__main__":

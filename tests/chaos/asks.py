@@ -54,6 +54,11 @@ def draw_kind(rng: random.Random) -> Kind:
     return rng.choice((Kind.ORDINARY, Kind.ORDINARY, Kind.RESUMABLE, Kind.KEYED))
 
 
+def cancel_after(rng: random.Random) -> int | None:
+    """A few clients have enough before the end."""
+    return rng.randint(1, 8) if rng.random() < 0.05 else None
+
+
 def outlive(spec: pb.GenerationSpec, kind: Kind, key: str) -> None:
     """Makes a request what its kind says."""
     if kind is not Kind.ORDINARY:
@@ -86,7 +91,7 @@ class FormulaAsks:
         kind = draw_kind(rng)
         outlive(spec, kind, f"key {number}")
         expected = {choice: self._choice(prompt, spec, choice) for choice in range(choices)}
-        return Ask(number, kind, spec, expected, rng.randint(1, 8) if rng.random() < 0.05 else None)
+        return Ask(number, kind, spec, expected, cancel_after(rng))
 
     def _choice(self, prompt: Sequence[int], spec: pb.GenerationSpec, choice: int) -> Choice:
         data = struct.pack(f"<{len(prompt)}i", *prompt)

@@ -50,6 +50,14 @@ class _Card:
 
     parts: tuple[tuple[What, str, float], ...]
 
+    @property
+    def label(self) -> str:
+        return " + ".join(f"{what} {role}" for what, role, _ in self.parts)
+
+    @property
+    def longest_s(self) -> float:
+        return max(lasting for _, _, lasting in self.parts)
+
 
 _PROCESSES = ("gateway", "router", "worker", "engine", "redis")
 _LINKS = ("to gateway", "to router", "to worker", "to peer", "to store")
@@ -80,10 +88,12 @@ def _cards() -> list[_Card]:
 class Deck:
     """Draws strikes at names: every kind once, in random order, before any comes again."""
 
-    def __init__(self, rng: random.Random, counts: dict[str, int], longest_s: float = 60.0) -> None:
-        """`counts` of processes by role; strikes that last longer than `longest_s` are left out."""
+    def __init__(self, rng: random.Random, counts: dict[str, int], only: str = "", longest_s: float = 60.0) -> None:
+        """`counts` of processes by role. Of all kinds those whose label begins with `only`, and no longer ones."""
         self._rng, self._counts = rng, counts
-        self._cards = [card for card in _cards() if all(lasting <= longest_s for _, _, lasting in card.parts)]
+        self._cards = [card for card in _cards() if card.label.startswith(only) and card.longest_s <= longest_s]
+        if not self._cards:
+            raise ValueError(f"no strike is called {only!r}")
 
     def __len__(self) -> int:
         return len(self._cards)
