@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from gateway import admission, custody, generation, generations, journal, sweep, transcript
+from gateway import admission, app, custody, generation, generations, journal, sweep, transcript
 from gateway.delivery import Delivery
 from gateway.request import Request
 from shared import records
@@ -213,3 +213,25 @@ def what_is_missing_is_believed_to_be_gone() -> list[Patch]:
         """The last look is good enough."""
 
     return [(Store, "look", look)]
+
+
+@mutation("store", "a_resumable_stream_moves_while_the_store_is_away")
+def readers_wait_for_the_store() -> list[Patch]:
+    return [(journal.Journals, "_away", nothing)]
+
+
+@mutation("records", "an_ordinary_request_is_written_three_times")
+def a_record_is_written_with_every_run() -> list[Patch]:
+    whole = generation.Generation.append
+
+    def append(self: Any, run: Any) -> Any:
+        self._write_record()
+        return whole(self, run)
+
+    return [(generation.Generation, "append", append)]
+
+
+@mutation("drain", "an_ordinary_request_outlasts_the_drain_of_its_gateway")
+def a_drain_waits_for_nobody() -> list[Patch]:
+    whole = app._finish
+    return [(app, "_finish", lambda core, grace_s: whole(core, 0.0))]

@@ -13,7 +13,7 @@ from shared import keys
 from shared import wire as shared_wire
 from shared.errors import Reason
 from tests.sim.mutation import Patch, mutation, nothing
-from workers import drain
+from workers import drain, worker
 from workers.door import (
     admission,
     batch,
@@ -452,3 +452,8 @@ def tenants_share_a_cache() -> list[Patch]:
 @mutation("identities", "two_tenants_use_one_client_id")
 def a_clients_id_is_looked_up_in_all_tenants() -> list[Patch]:
     return [(keys, "alias", lambda tenant, client_id: f"tl:alias:{{x}}:{client_id}")]
+
+
+@mutation("identities", "an_engine_dies_behind_a_living_door")
+def an_engine_that_was_started_anew_is_the_same_incarnation() -> list[Patch]:
+    return [(worker, "new_incarnation", lambda rng: 42)]

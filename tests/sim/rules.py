@@ -405,6 +405,46 @@ async def a_worker_is_killed_while_it_embeds(world: World, step: int) -> None:
 # Owners.
 
 
+@scenario(ONE)
+async def an_ordinary_request_is_written_three_times(world: World) -> None:
+    """When it is admitted, when a worker has it, and at its end."""
+    writes: list[str] = []
+    script = world.redis.script
+
+    def counted(sha: str, text: str | None, keys: list[str], args: list[str]) -> object:
+        writes.extend(key for key in keys if key.startswith("tl:req:"))
+        return script(sha, text, keys, args)
+
+    world.redis.script = counted  # type: ignore[method-assign]
+    client = ask(world, choices=2)
+    await end(client)
+    finished(client)
+    await asyncio.sleep(0.5)
+    assert len(set(writes)) == 1
+    assert len(writes) == 3, f"its record was written {len(writes)} times"
+
+
+@scenario(BOTH)
+async def a_resumable_stream_moves_while_the_store_is_away(world: World) -> None:
+    resumable = ask(world, window_s=30.0, others=("g1", "g2"), **HALF_A_MINUTE)
+    ordinary = ask(world, seed=2, **HALF_A_MINUTE)
+    await until(lambda: told(resumable) > 5)
+    world.store_away(6.0, empty=False)
+    await until(lambda: resumable.returns, within_s=1.5)
+    await end(resumable, ordinary)
+    finished(resumable, ordinary)
+    assert ordinary.ended < resumable.ended, "it waited for the store"
+
+
+@scenario(BOTH)
+async def an_ordinary_request_outlasts_the_drain_of_its_gateway(world: World) -> None:
+    client = ask(world, **HALF_A_MINUTE)
+    await until(lambda: told(client) > 5)
+    world.drain("g1")
+    await end(client)
+    finished(client)
+
+
 @scenario(SLOW_STEPS)
 async def a_robbed_owner_submits_nothing(world: World) -> None:
     """Its worker dies when it has lost the request and cannot know: it has to ask the store before it goes on."""
