@@ -1,14 +1,18 @@
-"""A client that keeps receipts: what the engine took is known for each request, so what the mesh added is, too."""
+"""A client that keeps receipts: what the engine took is known for each request, so what the mesh added is, too.
+
+The one rule: `run` is how measures enter a loop. All share one, since gRPC's clients do not outlive theirs in peace.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import random
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final, TypeVar
 
 import grpc
 
@@ -80,6 +84,15 @@ class Asker:
         request = inference_pb2.CompleteRequest(spec=spec)
         answer: inference_pb2.CompleteResponse = await self.stub.Complete(request, metadata=self.metadata, timeout=300)  # type: ignore[misc]
         return answer
+
+
+_runner: Final = asyncio.Runner()
+_T = TypeVar("_T")
+
+
+def run(work: Coroutine[Any, Any, _T]) -> _T:
+    """The result of `work`."""
+    return _runner.run(work)
 
 
 @asynccontextmanager

@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 from tests.bench.fleet import Fleet, running
-from tests.bench.mesh.asking import Asker, Told, askers, ids, spec
+from tests.bench.mesh.asking import Asker, Told, askers, ids, run, spec
 from tests.bench.mesh.row import Row, milliseconds
 from trunkline.inference.v1 import inference_pb2
 
@@ -24,7 +24,7 @@ def measure(home: Path) -> list[Row]:
     """One row."""
     engine = {"max_seqs": 64, "kv_blocks": 100_000}
     with running(home / "mesh", engine=engine, flags={"step-ms": STEP_MS}) as fleet:
-        took = asyncio.run(_cancels(fleet))
+        took = run(_cancels(fleet))
     remark = f"p50 {milliseconds(took, 0.5):.1f}; a step takes {STEP_MS:g} ms, {BESIDE} streams run beside it"
     return [Row("cancel to slot and blocks free, p99", "ms", milliseconds(took, 0.99), STEP_MS + 20, remark=remark)]
 

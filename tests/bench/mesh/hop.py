@@ -11,7 +11,7 @@ from pathlib import Path
 
 from tests.bench import token_path
 from tests.bench.fleet import Fleet, running
-from tests.bench.mesh.asking import askers, ids, spec
+from tests.bench.mesh.asking import askers, ids, run, spec
 from tests.bench.mesh.row import Row
 
 RUNNING = 256
@@ -25,7 +25,7 @@ def measure(home: Path) -> list[Row]:
     parts = token_path.measure(RUNNING, runs=RUNS)
     settings = {"max_seqs": RUNNING, "max_batch_tokens": 16_384, "kv_blocks": 100_000}
     with running(home / "hop", engine=settings, flags={"step-ms": STEP_MS}) as fleet:
-        door, gateway = asyncio.run(_processes(fleet))
+        door, gateway = run(_processes(fleet))
     remark = (
         f"least of {RUNS} runs: door {parts['door_least']:.2f} + gateway {parts['gateway_least']:.2f}; median "
         f"{parts['both']:.2f}; whole processes {door:.1f} + {gateway:.1f}"

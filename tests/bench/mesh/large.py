@@ -12,7 +12,7 @@ from pathlib import Path
 
 from tests.bench import language
 from tests.bench.fleet import WIDE, Fleet, running
-from tests.bench.mesh.asking import Asker, Told, askers, ids, spec
+from tests.bench.mesh.asking import Asker, Told, askers, ids, run, spec
 from tests.bench.mesh.row import Row, milliseconds
 
 BYTES = 220_000
@@ -32,7 +32,7 @@ def measure(home: Path) -> list[Row]:
     with running(
         home / "mesh", engine=engine, flags={"step-ms": STEP_MS}, settings={**WIDE, "router": router}
     ) as fleet:
-        large, before, meanwhile = asyncio.run(_both(fleet))
+        large, before, meanwhile = run(_both(fleet))
     beyond = [each.added_s - each.receipt.tokenise_ms / 1e3 for each in large]
     tokenise = statistics.median(each.receipt.tokenise_ms for each in large)
     was, now = (milliseconds([each.first_s for each in told], 0.5) for told in (before, meanwhile))

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tests.bench.fleet import Fleet, running
-from tests.bench.mesh.asking import Told, askers, ids, spec
+from tests.bench.mesh.asking import Told, askers, ids, run, spec
 from tests.bench.mesh.row import Row, milliseconds
 
 STEP_MS = 5.0
@@ -21,9 +21,9 @@ TOKENS = 200
 def measure(home: Path) -> list[Row]:
     """Both."""
     with running(home / "idle", engine={"max_seqs": 8}, flags={"step-ms": STEP_MS}) as fleet:
-        told = asyncio.run(_one_by_one(fleet, IDLE_REQUESTS))
+        told = run(_one_by_one(fleet, IDLE_REQUESTS))
     with running(home / "streams", engine={"max_seqs": STREAMS}, flags={"step-ms": STREAM_STEP_MS}) as fleet:
-        streams = asyncio.run(_at_once(fleet))
+        streams = run(_at_once(fleet))
     return [*_first_token(told), _between(streams)]
 
 

@@ -17,7 +17,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from gateway.auth import KeyLimits
 from shared.errors import Reason, from_rpc
 from tests.bench.fleet import MOST, Counts, Fleet, running
-from tests.bench.mesh.asking import Asker, askers, ids, spec
+from tests.bench.mesh.asking import Asker, askers, ids, run, spec
 from tests.bench.mesh.row import Row
 
 GATEWAYS = 4
@@ -35,10 +35,10 @@ def measure(home: Path) -> list[Row]:
     counts = Counts(gateways=GATEWAYS)
     engine = {"max_seqs": 512, "max_batch_tokens": 65_536, "kv_blocks": 1_000_000}
     with running(home / "tokens", counts, engine=engine, flags={"step-ms": 2}, limits=tokens) as fleet:
-        row = asyncio.run(_tokens(fleet))
+        row = run(_tokens(fleet))
     at_once = KeyLimits(rpm=MOST, tpm=MOST, concurrency=CONCURRENCY)
     with running(home / "at-once", counts, engine=engine, flags={"step-ms": 2}, limits=at_once) as fleet:
-        return [row, asyncio.run(_at_once(fleet))]
+        return [row, run(_at_once(fleet))]
 
 
 async def _tokens(fleet: Fleet) -> Row:

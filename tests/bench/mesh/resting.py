@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import statistics
 import subprocess
 import sys
@@ -11,7 +10,7 @@ from pathlib import Path
 
 from tests.bench import language
 from tests.bench.fleet import Fleet, running
-from tests.bench.mesh.asking import askers, ids, spec
+from tests.bench.mesh.asking import askers, ids, run, spec
 from tests.bench.mesh.row import Row
 
 STARTS = 5
@@ -33,7 +32,7 @@ print(resident_mib(os.getpid()) - before)
 def measure(home: Path) -> list[Row]:
     """Memory after one request, so that the tokenizer is there; then starts."""
     with running(home / "mesh", engine={}, flags={"step-ms": 5}) as fleet:
-        asyncio.run(_one(fleet))
+        run(_one(fleet))
         time.sleep(SETTLE_S)
         router, gateway = fleet.rss_mib("router-1"), fleet.rss_mib("gateway-1")
         started = {name: [fleet.restarted_s(name) for _ in range(STARTS)] for name in ("router-1", "gateway-1")}

@@ -28,6 +28,7 @@ from workers.engine.options import EngineOptions, to_arguments
 STEP_MS = 20.0
 RUNNING = 64
 CLIENTS = 96  # more than run, so that a place that becomes free is taken
+CLIENT_PROCESSES = 2
 TOKENS = 100
 PROMPT = 32
 SECONDS = 12.0
@@ -50,12 +51,15 @@ def measure(home: Path) -> list[Row]:
         )
         mix = Mix(seed=1, prompt=Lengths(PROMPT), output=Lengths(TOKENS), vocab=8192)
         pace = Pace(rate=None, concurrency=CLIENTS, seconds=SECONDS, count=None)
-        (result,) = run_load(Job(target, mix, pace, warm_up=1), 1)
-    moments = [pair for each in result.outcomes for pair in zip(each.times, each.counts, strict=True)]
+        results = run_load(Job(target, mix, pace, warm_up=1), CLIENT_PROCESSES)
+    outcomes = [outcome for result in results for outcome in result.outcomes]
+    moments = [pair for each in outcomes for pair in zip(each.times, each.counts, strict=True)]
     tokens = sum(count for moment, count in moments if SETTLE_S < moment <= SECONDS)
     through = tokens / (SECONDS - SETTLE_S)
-    assert not any(outcome.error for outcome in result.outcomes)
-    remark = f"{through:,.0f} of {alone:,.0f} tok/s; client {result.health.cpu:.2f} CPUs"
+    assert not any(outcome.error for outcome in outcomes)
+    remark = (
+        f"{through:,.0f} of {alone:,.0f} tok/s; busiest client {max(result.health.cpu for result in results):.2f} CPUs"
+    )
     return [Row("engine's throughput that reaches clients", "%", round(100 * through / alone, 2), 95, "least", remark)]
 
 
