@@ -296,7 +296,7 @@ async def _finish(core: Core, grace_s: float) -> None:
     core.generations.leave()
     try:
         async with asyncio.timeout(grace_s):
-            while len(core.table) or core.generations.streams:
+            while core.table.busy or core.generations.streams:
                 with suppress(StateAway):
                     await core.journals.let_go(every=False)
                 await asyncio.sleep(MOVE_S)

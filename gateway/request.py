@@ -217,6 +217,13 @@ class Request(ABC):
 
     async def admit(self) -> None:
         """Resolve, check, reserve, and run. Raises TrunklineError, KeyTaken; then nothing was taken."""
+        with self.parts.table.entering():
+            await self._admit()
+        if self.client_id:
+            self.parts.records.write_alias(self.principal.tenant, self.client_id, self.id)
+        self._begin()
+
+    async def _admit(self) -> None:
         try:
             async with asyncio.timeout(self.remaining_s()):
                 self._check_door()
@@ -238,9 +245,6 @@ class Request(ABC):
         except Exception as exc:
             self._refuse(exc if isinstance(exc, TrunklineError) else _internal())
             raise
-        if self.client_id:
-            self.parts.records.write_alias(self.principal.tenant, self.client_id, self.id)
-        self._begin()
 
     def _begin(self) -> None:
         """It is owned here, and runs."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections import OrderedDict
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Final
 
 from trunkline.common.v1 import common_pb2
@@ -23,6 +24,7 @@ class Table:
 
     def __init__(self) -> None:
         self.accepted = 0
+        self._entering = 0
         self._live: dict[str, Request] = {}
         self._aliases: dict[tuple[str, str], str] = {}
         self._ended: OrderedDict[str, common_pb2.RequestRecord] = OrderedDict()
@@ -34,6 +36,20 @@ class Table:
 
     def __iter__(self) -> Iterator[Request]:
         return iter(list(self._live.values()))
+
+    @contextmanager
+    def entering(self) -> Iterator[None]:
+        """A request is being admitted inside the scope."""
+        self._entering += 1
+        try:
+            yield
+        finally:
+            self._entering -= 1
+
+    @property
+    def busy(self) -> bool:
+        """Something is in flight, or may soon be."""
+        return bool(self._live or self._entering)
 
     def add(self, request: Request) -> None:
         """A request is admitted."""

@@ -15,10 +15,12 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from gateway.app import _finish
 from shared.errors import Reason, TrunklineError
-from tests.fakes.gateway_client import Client, Said, expected, first_token, rest, serving, spec, until
+from tests.fakes.gateway_client import Client, Said, expected, first_token, rest, serving, spec, until, world
 from tests.fakes.mesh import FakeRouter, MeshWorker, fake_mesh
 from tests.fakes.resuming import Process, broken, come_back, gateway_process, read_on, resumed
+from tests.fakes.valkey import Valkey
 from trunkline.inference.v1 import inference_pb2 as pb
 
 PROMPT = (5, 6, 7)
@@ -156,3 +158,22 @@ async def test_a_second_signal_ends_it_at_once(redis_url: str, tmp_path: Path) -
         async with asyncio.timeout(1):
             assert await process.process.wait() == -signal.SIGTERM
         call.cancel()
+
+
+async def test_a_request_that_is_being_admitted_when_the_drain_looks_is_waited_for(
+    valkey: Valkey, tmp_path: Path
+) -> None:
+    async with world(valkey.url, tmp_path, fakes=SLOW) as (client, _, _):
+        valkey.pause()
+        call = client.generate(asked())
+        await until(lambda: client.gateway.core.table.busy)
+        assert not len(client.gateway.core.table)
+        finishing = asyncio.create_task(_finish(client.gateway.core, 10.0))
+        await asyncio.sleep(0.1)
+        assert not finishing.done()
+        valkey.resume()
+        told = await first_token(call)
+        assert not finishing.done()
+        await rest(call, told)
+        assert told.texts == WHOLE
+        await finishing
