@@ -126,6 +126,9 @@ class Client:
             bare = "grpc" in error.metadata
             reason = "" if bare else error.reason.value
             self._note(Turn(self._now(), door, exc.code().name, reason, (exc.details() or "")[:200]))
+            if self._finished and bare:  # all was said, and the connection broke before the status
+                self._end()
+                return
             again = self._comes_back(error) or _never_sent(exc)
         except TimeoutError:
             self._note(Turn(self._now(), door, "SILENT", ""))
@@ -166,8 +169,7 @@ class Client:
                     return
         finally:
             call.cancel()
-        self._judge_end()
-        self.story.end = "finished"
+        self._end()
 
     async def _cancel(self) -> None:
         """Have enough: an ordinary client leaves, another one says so."""
@@ -206,7 +208,8 @@ class Client:
         self.story.tokens += len(ids)
         self._measure()
 
-    def _judge_end(self) -> None:
+    def _end(self) -> None:
+        self.story.end = "finished"
         self._expect(self._finished, "OK without Finished")
         for choice, known in self._ask.expected.items():
             self._expect(self._ids.get(choice, 0) == len(known.ids), f"choice {choice}: tokens are missing")
