@@ -83,7 +83,7 @@ $(MODEL)/manifest.json: | $(VENV)/.packages kernels
 
 SEEDS ?= 1000
 
-.PHONY: test test-quick test-e2e test-sim test-sim-mutations bench bench-mesh
+.PHONY: test test-quick test-e2e test-sim test-sim-mutations chaos bench bench-mesh
 test: setup ## the whole suite
 	@$(RUN) -m pytest tests
 
@@ -99,6 +99,10 @@ test-sim: setup ## the mesh on virtual time: the named races, then random worlds
 
 test-sim-mutations: setup ## break each rule of the wire on purpose: a named race must fail
 	@$(RUN) -m tests.sim.mutations
+
+chaos: setup ## real processes killed and stopped, links cut, under load; scorecards in tests/bench/results
+	@$(RUN) -m tests.chaos --engine latency --out tests/bench/results/cpu
+	@$(RUN) -m tests.chaos --engine smollm2 --out tests/bench/results/cpu
 
 bench: setup ## the engine alone, then the whole mesh, on this machine; results in tests/bench/results
 	@$(RUN) -m tests.bench.engine_cpu
