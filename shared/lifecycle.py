@@ -59,7 +59,8 @@ class Lifecycle:
 
     def set_ready(self, ready: bool, detail: str = "") -> None:
         """Set readiness; `detail` says why it is off or only degraded. A draining process stays not ready."""
-        self._update(ready and not self.draining, detail)
+        if not self.draining:
+            self._update(ready, detail)
 
     def set_model(self, name: str, serving: bool | None) -> None:
         """Set the health of "model/<name>"; None forgets it."""

@@ -44,7 +44,7 @@ async def _protocols(mesh: FormulaMesh) -> dict[str, str]:
 def _sound(load: Load, at_least: int) -> None:
     assert not load.failures, "\n".join(load.failures)
     assert load.done.total() >= at_least
-    assert len(load.done) >= 5, f"not every kind of request was tried: {load.done}"
+    assert len(load.done) >= 4, f"not every kind of request was tried: {load.done}"
 
 
 @pytest.mark.timeout(240)

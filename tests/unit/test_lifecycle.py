@@ -63,8 +63,8 @@ async def test_a_process_begins_not_ready_and_a_draining_one_never_gets_ready_ag
     life.drain(grace_ms=500)
     life.drain(grace_ms=900)
     assert (life.ready, life.draining, life.detail, life.grace_ms) == (False, True, "draining", 500)
-    life.set_ready(True)
-    assert not life.ready
+    life.set_ready(True, "all is well")
+    assert (life.ready, life.detail) == (False, "draining")
 
 
 async def test_a_drain_turns_readiness_off_first_and_refuses_once_others_had_time_to_notice(clock: FakeClock) -> None:
