@@ -44,7 +44,7 @@ from shared.clock import SYSTEM_CLOCK, Clock
 from shared.errors import Reason
 from shared.ids import SYSTEM_RNG, Identity, Rng, new_incarnation
 from shared.lifecycle import AdminServicer, Lifecycle, bind
-from shared.ops_http import HttpServer, routes
+from shared.ops_http import HttpServer, leaving, routes
 from shared.peers import Peers, Registration
 from shared.ports import reachable
 from shared.records import Records
@@ -287,7 +287,8 @@ def _internal(core: Core, tracer: trace.Tracer) -> grpc.aio.Server:
 def _web(config: GatewayConfig, core: Core, authenticator: Authenticator) -> HttpServer:
     parts = core.parts
     faces = Faces(authenticator, core.generations, core.embeddings, core.catalog, parts.clock, parts.rng)
-    return HttpServer(build([*faces.routes(), *routes(parts.lifecycle)]), config.http_listen)
+    app = leaving(build([*faces.routes(), *routes(parts.lifecycle)]), parts.lifecycle)
+    return HttpServer(app, config.http_listen)
 
 
 async def _finish(core: Core, grace_s: float) -> None:

@@ -14,7 +14,7 @@ from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
-from starlette.types import ASGIApp
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from shared import metrics
 from shared.lifecycle import Lifecycle
@@ -38,6 +38,21 @@ def routes(lifecycle: Lifecycle) -> list[Route]:
         return Response(metrics.exposition(), media_type=metrics.CONTENT_TYPE)
 
     return [Route("/health", health), Route("/ready", ready), Route("/metrics", exposition)]
+
+
+def leaving(app: ASGIApp, lifecycle: Lifecycle) -> ASGIApp:
+    """The app; while the process drains every answer ends its connection, so that balancers find another process for
+    what comes next."""
+
+    async def serve(scope: Scope, receive: Receive, send: Send) -> None:
+        async def tell(message: Message) -> None:
+            if message["type"] == "http.response.start" and lifecycle.draining:
+                message = {**message, "headers": [*message.get("headers", ()), (b"connection", b"close")]}
+            await send(message)
+
+        await app(scope, receive, tell)
+
+    return serve
 
 
 class HttpServer:

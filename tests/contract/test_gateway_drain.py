@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import http.client
 import signal
-import urllib.error
-import urllib.request
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, closing
 from pathlib import Path
 from typing import Any
 
@@ -50,12 +49,12 @@ async def one_to_drain(
         yield process, other, router, worker
 
 
-def ready_status(process: Process) -> int:
-    try:
-        with urllib.request.urlopen(f"http://{process.client.http}/ready", timeout=5) as answer:
-            return int(answer.status)
-    except urllib.error.HTTPError as error:
-        return error.code
+def ready(process: Process) -> tuple[int, str | None]:
+    """Status and what becomes of the connection."""
+    with closing(http.client.HTTPConnection(process.client.http, timeout=5)) as connection:
+        connection.request("GET", "/ready")
+        answer = connection.getresponse()
+        return answer.status, answer.headers["connection"]
 
 
 async def test_what_can_move_moves_at_once_and_the_rest_comes_to_its_end(redis_url: str, tmp_path: Path) -> None:
@@ -95,19 +94,19 @@ async def test_readiness_goes_first_then_what_is_new_is_refused_while_what_runs_
         one = process.client
         health = health_pb2_grpc.HealthStub(one.channel).Watch(health_pb2.HealthCheckRequest())
         assert (await health.read()).status == health_pb2.HealthCheckResponse.SERVING
-        assert await asyncio.to_thread(ready_status, process) == 200
+        assert await asyncio.to_thread(ready, process) == (200, None)
         call = one.generate(asked())
         told = await first_token(call)
         process.signal(signal.SIGTERM)
         assert (await health.read()).status == health_pb2.HealthCheckResponse.NOT_SERVING
-        assert await asyncio.to_thread(ready_status, process) == 503
+        assert await asyncio.to_thread(ready, process) == (503, "close")
         late = await one.stream(spec(PROMPT, max_tokens=1))  # by a client that has not noticed
         assert late.texts == {0: expected(PROMPT, 0, 1)}
         await asyncio.sleep(SETTLE_MS / 1000)
         with pytest.raises(TrunklineError) as refused:
             await one.stream(spec(PROMPT))
         assert refused.value.row.code is grpc.StatusCode.UNAVAILABLE
-        assert await asyncio.to_thread(ready_status, process) == 503
+        assert await asyncio.to_thread(ready, process) == (503, "close")
         await rest(call, told)
         assert told.texts == WHOLE
         health.cancel()
