@@ -25,7 +25,7 @@ PAUSE_S = 0.3  # between two turns
 _OPTIONS = [
     ("grpc.use_local_subchannel_pool", 1),
     ("grpc.initial_reconnect_backoff_ms", 200),
-    ("grpc.min_reconnect_backoff_ms", 200),
+    ("grpc.min_reconnect_backoff_ms", 3000),  # also the least time to connect
     ("grpc.max_reconnect_backoff_ms", 1000),
 ]
 Event = pb.GenerateResponse | pb.ResumeResponse

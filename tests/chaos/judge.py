@@ -24,6 +24,7 @@ EXPLAINED_BY: Final[Mapping[str, frozenset[str]]] = MappingProxyType(
     {
         "MOVED": _STORE | _GATEWAYS,
         "OWNER_MOVED": _STORE | _GATEWAYS,
+        "OWNER_LOST": _GATEWAYS,
         "STATE_AWAY": _STORE | {"gateway"},
         "RPM": frozenset(("redis",)),
         "TPM": frozenset(("redis",)),
