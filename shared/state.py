@@ -12,6 +12,7 @@ import contextlib
 import hashlib
 import importlib.resources
 import logging
+import math
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Final, TypeVar
@@ -102,6 +103,7 @@ class Store:
         self._idle = asyncio.Event()
         self._idle.set()
         self._probing = asyncio.Lock()
+        self._looked_at = -math.inf
         self._lost_at: float | None = None
         self._on_birth: list[Callable[[], None]] = []
         self._tasks: list[asyncio.Task[None]] = []
@@ -214,11 +216,15 @@ class Store:
 
     async def look(self) -> None:
         """Whoever misses something in the store asks whether it is still the same before believing it."""
-        await self._probe()
+        await self._probe(self._clock.monotonic())
 
-    async def _probe(self) -> None:
-        """Is it there, and is it the data set we know? One at a time: a change is told once."""
+    async def _probe(self, after: float = math.inf) -> None:
+        """Is it there, and is it the data set we know? One at a time, so that a change is told once; of those who wait,
+        one looks for all that asked before (`after`)."""
         async with self._probing:
+            if self._looked_at >= after:
+                return
+            self._looked_at = self._clock.monotonic()
             try:
                 async with asyncio.timeout(TIMEOUT_S):
                     birth, ago_ms = await self._read_birth()
