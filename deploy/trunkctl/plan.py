@@ -7,6 +7,7 @@ while its process is dead can be exchanged later, unless clients know it.
 
 import os
 import sys
+import zlib
 from collections.abc import Iterable
 from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ from trunkctl.home import Home
 # Below the range from which the kernel takes ports for outgoing connections, so that a process finds its port free
 # again when it is restarted.
 FIRST_PORT, LAST_PORT = 21000, 32000
+PLACE = 50  # ports in which a mesh looks first
 LOOPBACK = "127.0.0.1"
 KV_SHARE = 0.08  # of the free memory, for the caches of all workers: filling more takes longer than starting the rest
 DRAIN_MS = 8000  # to finish what runs when a process ends; below the supervisor's patience
@@ -84,10 +86,11 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     grpc: str
 
 
-def make_plan(home: Home, wish: Wish, first_port: int = FIRST_PORT) -> Plan:
-    """Picks ports from `first_port` on, writes one configuration file per process, and says what is to run."""
+def make_plan(home: Home, wish: Wish, first_port: int | None = None) -> Plan:
+    """Picks ports from `first_port` on (a place that the home directory decides), writes one configuration file per
+    process, and says what is to run."""
     model = _model_directory(home, wish.model)
-    with Ports(first_port) as ports:
+    with Ports(first_port or _first_port(home)) as ports:
         fixed = {"gateway-1": {"http": ports.fixed(wish.http_port), "grpc": ports.fixed(wish.grpc_port)}}
         redis = [] if wish.redis_url else [_redis(home, ports.free())]
         redis_url = wish.redis_url or f"redis://{LOOPBACK}:{redis[0].ports['redis']}/0"
@@ -103,6 +106,12 @@ def make_plan(home: Home, wish: Wish, first_port: int = FIRST_PORT) -> Plan:
         http=f"{LOOPBACK}:{wish.http_port}",
         grpc=f"{LOOPBACK}:{wish.grpc_port}",
     )
+
+
+def _first_port(home: Home) -> int:
+    """Meshes that are started side by side look in places of their own: a port is free again once it is planned."""
+    places = (LAST_PORT - FIRST_PORT) // 2 // PLACE  # from each of them there is room for a large mesh
+    return FIRST_PORT + PLACE * (zlib.crc32(os.fsencode(home.root)) % places)
 
 
 def _roles(home: Home, wish: Wish, model: Path) -> list[tuple[str, int, Settings]]:

@@ -47,6 +47,17 @@ def test_every_process_has_a_name_and_ports_of_its_own(home: Home) -> None:
     ]  # fmt: skip
 
 
+def test_meshes_of_different_homes_look_for_ports_in_different_places(home: Home, tmp_path: Path) -> None:
+    places = set()
+    for number in range(5):
+        other = Home(tmp_path / str(number))
+        (other.root).mkdir()
+        other.models.symlink_to(home.models)
+        redis, *_ = make_plan(other, wish()).specs
+        places.add(redis.ports["redis"] // 50)
+    assert len(places) > 1
+
+
 def test_configuration_files_say_what_the_plan_says(home: Home) -> None:
     plan = make_plan(home, wish(workers=2))
     for spec in plan.specs[1:]:
