@@ -27,6 +27,7 @@ PROMPT, OUTPUT = 60, 40
 FIRING = 16  # callers of each gateway
 PAUSE_S = 0.05  # after a refusal
 SECONDS = 6.0
+ADMISSIONS = "trunkline_admissions_total"
 
 
 def measure(home: Path) -> list[Row]:
@@ -118,6 +119,6 @@ def _by_themselves(fleet: Fleet) -> int:
     for address in fleet.http:
         with urllib.request.urlopen(f"{address}/metrics", timeout=5) as answer:
             text = answer.read().decode()
-        for family in text_string_to_metric_families(text):
-            found += sum(each.value for each in family.samples if each.labels.get("by") == "local")
+        samples = (each for family in text_string_to_metric_families(text) for each in family.samples)
+        found += sum(each.value for each in samples if each.name == ADMISSIONS and each.labels["by"] == "local")
     return round(found)
