@@ -49,7 +49,7 @@ class Settings:
 
 ENGINES = {
     "latency": Settings("latency", requests=10_000, rate=13.0, at_once=64, tokens=(16, 96)),
-    "smollm2": Settings("smollm2", requests=300, rate=0.9, at_once=16, tokens=(8, 24)),
+    "smollm2": Settings("smollm2", requests=300, rate=0.9, at_once=16, tokens=(16, 48)),
 }
 
 
