@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 
@@ -32,6 +33,7 @@ def _field(path: str, name: str) -> str:
 
 
 def _version(package: str) -> str:
-    from importlib.metadata import version
-
-    return version(package)
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "absent"

@@ -82,7 +82,7 @@ class Asker:
     async def complete(self, spec: inference_pb2.GenerationSpec) -> inference_pb2.CompleteResponse:
         """One whole answer."""
         request = inference_pb2.CompleteRequest(spec=spec)
-        answer: inference_pb2.CompleteResponse = await self.stub.Complete(request, metadata=self.metadata, timeout=300)  # type: ignore[misc]
+        answer: inference_pb2.CompleteResponse = await self.stub.Complete(request, metadata=self.metadata, timeout=300)
         return answer
 
 

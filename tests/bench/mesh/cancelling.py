@@ -49,7 +49,7 @@ async def _cancel(asker: Asker, number: int) -> float:
     told = await begun
     request = inference_pb2.CancelGenerationRequest(request_id=told.request_id)
     began = time.monotonic()
-    answer = await asker.stub.CancelGeneration(request, metadata=asker.metadata, timeout=30)  # type: ignore[misc]
+    answer = await asker.stub.CancelGeneration(request, metadata=asker.metadata, timeout=30)
     took = time.monotonic() - began
     assert answer.confirmed
     await asyncio.wait([stream])

@@ -11,6 +11,7 @@ import sys
 import time
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -33,7 +34,7 @@ TOKENS = 100
 PROMPT = 32
 SECONDS = 12.0
 SETTLE_S = 3.0
-ENGINE = {"max_seqs": RUNNING, "max_batch_tokens": 4096, "kv_blocks": 100_000}
+ENGINE: dict[str, Any] = {"max_seqs": RUNNING, "max_batch_tokens": 4096, "kv_blocks": 100_000}
 
 
 def measure(home: Path) -> list[Row]:
