@@ -41,6 +41,7 @@ from trunkline.inference.v1 import inference_pb2_grpc
 
 MODEL: Final = "formula"
 STEP_MS: Final = 15
+HIDDEN: Final = 64
 LONG: Final = 700  # tokens
 AT_ONCE: Final = 5  # requests of one worker: while the other one is away, requests wait at routers
 FIRST_PORT: Final = 29_000
@@ -82,7 +83,9 @@ class FormulaMesh(Mesh):
     @classmethod
     def lay_out(cls, home: Path, counts: dict[str, int], minor: int) -> FormulaMesh:
         """Starts the supervisor of so many workers, routers, gateways, which speak this minor."""
-        write_artefact(home / "models" / MODEL, vocab_size=TEXT_TOKENS, eos=EOS, tokenizer=tokenizer_json())
+        write_artefact(
+            home / "models" / MODEL, vocab_size=TEXT_TOKENS, hidden_size=HIDDEN, eos=EOS, tokenizer=tokenizer_json()
+        )
         own, first = Home(home), FIRST_PORT + 40 * (os.getpid() % 50)
         wish = Wish(
             model=MODEL, workers=counts["worker"], routers=counts["router"], gateways=counts["gateway"],
@@ -182,7 +185,10 @@ class Load:
 
     async def _offer(self, rate: float) -> None:
         for number in self._numbers:
-            self._group.create_task(self._one(self._asks.draw(number), whole=self._rng.random() < 0.2))
+            if self._rng.random() < 0.1:
+                self._group.create_task(self._embed(number))
+            else:
+                self._group.create_task(self._one(self._asks.draw(number), whole=self._rng.random() < 0.2))
             await asyncio.sleep(self._rng.expovariate(rate))
 
     async def _one(
@@ -202,6 +208,19 @@ class Load:
             self.failures.append(f"{ask.number} {kind}: {ids} instead of {expected}"[:300])
         self.done[kind] += 1
 
+    async def _embed(self, number: int) -> None:
+        """Its vector depends on its ids alone."""
+        ids = [number % TEXT_TOKENS, 1, 2]
+        request = pb.EmbedRequest(model=MODEL, inputs=[pb.EmbedInput(token_ids=pb.TokenIds(ids=ids))])
+        try:
+            answer = await self._stub.Embed(request, metadata=self._metadata, timeout=60)
+        except grpc.aio.AioRpcError as exc:
+            self.failures.append(f"{number} embed: {from_rpc(exc)!r}")
+            return
+        if [len(each.values) for each in answer.embeddings] != [HIDDEN]:
+            self.failures.append(f"{number} embed: {answer}"[:300])
+        self.done["embed"] += 1
+
     async def _complete(self, ask: Ask) -> dict[int, list[int]]:
         try:
             answer = await self._stub.Complete(pb.CompleteRequest(spec=ask.spec), metadata=self._metadata, timeout=60)
@@ -213,7 +232,7 @@ class Load:
         """Tokens by choice, over as many streams as it takes; `place`: request id and cursor."""
         ids: dict[int, list[int]] = {index: [] for index in ask.expected}
         stub = inference_pb2_grpc.InferenceServiceStub(first) if first is not None else self._stub
-        call = stub.Generate(pb.GenerateRequest(spec=ask.spec), metadata=self._metadata, timeout=60)
+        call: Any = stub.Generate(pb.GenerateRequest(spec=ask.spec), metadata=self._metadata, timeout=60)
         while True:
             try:
                 await _read(call, ids, place)
