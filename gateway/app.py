@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import sys
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
@@ -62,6 +63,7 @@ GATEWAY_SERVICE: Final = gateway_pb2.DESCRIPTOR.services_by_name["GatewayService
 ADMIN_SERVICE: Final = admin_pb2.DESCRIPTOR.services_by_name["AdminService"].full_name
 STOP_S: Final = 1.0  # for calls that are left when every request is over
 HEALTH_S: Final = 0.25
+SWITCH_S: Final = 0.0005  # for which a thread that tokenises keeps the interpreter while the event loop wants it
 MOVE_S: Final = 0.05  # between looks at what can go on elsewhere by now
 LAST_WRITES_S: Final = 2.0  # for outputs that are still to be written
 
@@ -335,6 +337,7 @@ def _gauges(core: Core) -> Mapping[str, float]:
 
 async def main(config: GatewayConfig) -> None:
     """Serve until drained. Raises StartError."""
+    sys.setswitchinterval(SWITCH_S)
     logs.setup(config.log, Identity("gateway", config.id, 0))
     async with running(config) as gateway:
         gateway.lifecycle.install_signals(asyncio.get_running_loop())

@@ -92,8 +92,8 @@ class Generation(Request):
         with self.stage("tokenise"):
             kit = await parts.catalog.kit(version)
             ids = await prompt.off_loop(prompt.size(spec), lambda: prompt.encode(kit, spec))
-            work = self._work_of(kit, ids)
-            self._base = await prompt.off_loop(4 * len(ids), lambda: self._submission_of(work))
+            work = self._work_of(kit, len(ids))
+            self._base = await prompt.off_loop(4 * len(ids), lambda: self._submission_of(work, ids))
         self._read_with(kit)
         return len(ids) + len(work.choices) * work.max_tokens
 
@@ -102,21 +102,21 @@ class Generation(Request):
         form = form_of(self.raw_id, self.spec, self._base.submission.generate, kit)
         self._transcript = Transcript(form, kit.tokenizer, self.parts.clock)
 
-    def _work_of(self, kit: Kit, ids: list[int]) -> worker_pb2.GenerateWork:
+    def _work_of(self, kit: Kit, prompt_tokens: int) -> worker_pb2.GenerateWork:
+        """All but the prompt."""
         spec = self.spec
         return worker_pb2.GenerateWork(
-            prompt=ids,
             choices=[worker_pb2.ChoiceProgress(index=index) for index in range(self._choices)],
             sampling=validate.resolve_sampling(spec, kit.generation_config, self.parts.rng),
-            max_tokens=validate.check_length(len(ids), spec, self.version),
+            max_tokens=validate.check_length(prompt_tokens, spec, self.version),
             min_tokens=spec.min_tokens,
             stop_token_ids=spec.stop_token_ids,
             ignore_eos=spec.ignore_eos,
         )
 
-    def _submission_of(self, work: worker_pb2.GenerateWork) -> router_pb2.SubmitRequest:
+    def _submission_of(self, work: worker_pb2.GenerateWork, ids: list[int]) -> router_pb2.SubmitRequest:
         sender = self.sender(self.spec.priority, self.spec.session_id, self.spec.cache_salt)
-        return submission.generation(sender, self.version, work)
+        return submission.generation(sender, self.version, work, ids)
 
     @property
     def _choices(self) -> int:

@@ -6,7 +6,10 @@ The one rule: a rendered chat is tokenised without special tokens, since the tem
 from __future__ import annotations
 
 import asyncio
+import contextvars
+import os
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Final, TypeVar
 
 from gateway.kit import Kit
@@ -14,6 +17,8 @@ from shared.errors import Reason, TrunklineError, Violation
 from trunkline.inference.v1 import inference_pb2
 
 LONG_BYTES: Final = 8 * 1024  # of text; about as many ids take as long to hash
+# Few: each of them takes the interpreter lock at times, and the event loop would wait for all of them.
+_THREADS: Final = ThreadPoolExecutor(min(8, len(os.sched_getaffinity(0))), thread_name_prefix="prompt")
 _T = TypeVar("_T")
 
 
@@ -43,4 +48,7 @@ def size(spec: inference_pb2.GenerationSpec) -> int:
 
 async def off_loop(size_bytes: int, work: Callable[[], _T]) -> _T:
     """`work()`, on a thread if there is much to do."""
-    return await asyncio.to_thread(work) if size_bytes > LONG_BYTES else work()
+    if size_bytes <= LONG_BYTES:
+        return work()
+    loop, context = asyncio.get_running_loop(), contextvars.copy_context()
+    return await loop.run_in_executor(_THREADS, context.run, work)

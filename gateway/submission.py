@@ -35,18 +35,20 @@ def generation(
     sender: Sender,
     version: common_pb2.ModelVersion,
     work: worker_pb2.GenerateWork,
+    prompt: list[int],
 ) -> router_pb2.SubmitRequest:
-    """The submission of a generation; `work` holds prompt, sampling, limits, and choices by index."""
+    """The submission of a generation; `work` holds sampling, limits, and choices by index."""
     features = ["generate", "logprobs"] if work.sampling.HasField("logprobs") else ["generate"]
     request = _request(sender, version, features)
     request.submission.generate.CopyFrom(work)
+    request.submission.generate.prompt.extend(prompt)
     scope = request.submission.cache_scope
-    hashes = wire.prefix_hashes(scope, work.prompt[: _MAX_HINTS * wire.BLOCK_TOKENS])
+    hashes = wire.prefix_hashes(scope, prompt[: _MAX_HINTS * wire.BLOCK_TOKENS])
     request.prefix_hashes = b"".join(link[:_HINT_BYTES] for link in hashes)
     request.session_key = _session_key(sender, hashes, scope)
-    request.kv_tokens = len(work.prompt) + len(work.choices) * work.max_tokens
-    request.prefill_tokens = len(work.prompt)
-    request.submission.spec_hash = wire.spec_hash(request.submission)
+    request.kv_tokens = len(prompt) + len(work.choices) * work.max_tokens
+    request.prefill_tokens = len(prompt)
+    request.submission.spec_hash = wire.spec_hash(request.submission, prompt)
     return request
 
 

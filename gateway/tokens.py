@@ -162,7 +162,8 @@ class Tokenizer:
         Takes about 0.4 s per MB of text, during which other threads run: long texts belong on a thread.
         """
         # The batch call is the one that lets go of the interpreter lock.
-        return list(self._tokenizer.encode_batch_fast([text], add_special_tokens=special)[0].ids)
+        ids: list[int] = self._tokenizer.encode_batch_fast([text], add_special_tokens=special)[0].ids
+        return ids
 
     def decode(self, ids: Iterable[int], skip_special: bool = True, after_text: bool = False) -> str:
         """Text of ids. Ids outside the vocabulary have none. `after_text` as in `Detokenizer`."""
