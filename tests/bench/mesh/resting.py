@@ -35,18 +35,24 @@ def measure(home: Path) -> list[Row]:
         run(_one(fleet))
         time.sleep(SETTLE_S)
         router, gateway = fleet.rss_mib("router-1"), fleet.rss_mib("gateway-1")
-        started = {name: [fleet.restarted_s(name) for _ in range(STARTS)] for name in ("router-1", "gateway-1")}
+        started = {name: [_restart(fleet, name) for _ in range(STARTS)] for name in ("router-1", "gateway-1")}
     tokenizer = _tokenizer_mib(home)
     remark = f"{gateway:.1f} with a tokenizer of {tokenizer:.1f} ({language.VOCAB:,} tokens)"
     return [
         Row("resident at rest, router", "MiB", round(router, 1), 90),
         Row("resident at rest, gateway without tokenizer", "MiB", round(gateway - tokenizer, 1), 90, remark=remark),
-        *(_start(name.removesuffix("-1"), seconds) for name, seconds in started.items()),
+        *(_start(name.removesuffix("-1"), starts) for name, starts in started.items()),
     ]
 
 
-def _start(role: str, seconds: list[float]) -> Row:
-    remark = f"median of {STARTS}, {min(seconds):.2f} to {max(seconds):.2f}"
+def _restart(fleet: Fleet, name: str) -> tuple[float, float]:
+    """Seconds from a process's start until it takes work, and those of its CPU."""
+    return fleet.restarted_s(name), fleet.cpu_s(name)
+
+
+def _start(role: str, starts: list[tuple[float, float]]) -> Row:
+    seconds, cpu = zip(*starts, strict=True)
+    remark = f"median of {STARTS}, {min(seconds):.2f} to {max(seconds):.2f}; CPU time {statistics.median(cpu):.2f} s"
     return Row(f"start to ready, {role}", "s", round(statistics.median(seconds), 3), 1.5, remark=remark)
 
 
