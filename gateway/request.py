@@ -25,7 +25,7 @@ from gateway.ledger import Headroom
 from gateway.parts import Parts
 from gateway.receipt import Stages
 from gateway.submission import Sender
-from gateway.telemetry import Story
+from gateway.telemetry import MOVED, Story
 from shared import rpc, tracing
 from shared.errors import Reason, TrunklineError
 from shared.ids import incarnation_text, new_request_id
@@ -395,7 +395,7 @@ class Request(ABC):
             version=self.version.version,
             tenant=self.principal.tenant,
             key_id=self.principal.key_id,
-            state=_STATES[self.state],
+            state=MOVED if isinstance(self.error, OwnerMoved) else _STATES[self.state],
             error=self.error,
             reason=self._reason(),
             usage=self.usage,

@@ -43,6 +43,8 @@ _outcomes = Counter("trunkline_gateway_requests", "Requests by outcome.", (*_CAL
 _attempts = Counter("trunkline_gateway_attempts", "Attempts of requests that are over.", _CALL)
 _migrations = Counter("trunkline_gateway_migrations", "Moves to another worker after the first token.", _CALL)
 
+MOVED: Final = "MOVED"  # it is not over, another gateway owns it: what it comes to is told there
+
 _Attribute = str | int | float | list[str]
 
 
@@ -88,6 +90,12 @@ class Telemetry:
         _outcomes.labels(*call, story.reason if story.error else "ok").inc()
         _attempts.labels(*call).inc(story.receipt.attempts)
         _migrations.labels(*call).inc(story.receipt.migrations)
+        if story.state != MOVED:
+            self._observe(call, story)
+        self._close(span, story, "request")
+
+    def _observe(self, call: tuple[str, str], story: Story) -> None:
+        """What counts once for a request, however many gateways it had."""
         _duration.labels(*call, story.reason if story.error else "").observe(story.receipt.total_ms / 1000)
         _usage.labels(*call, "input").observe(story.usage.prompt_tokens)
         _usage.labels(*call, "output").observe(story.usage.completion_tokens)
@@ -95,7 +103,6 @@ class Telemetry:
             _first.labels(*call).observe(story.to_first_s)
         if story.between_s is not None:
             _between.labels(*call).observe(story.between_s)
-        self._close(span, story, "request")
 
     def _close(self, span: trace.Span, story: Story, event: str) -> None:
         for name, value in {**_attributes(story), **story.asked}.items():
