@@ -81,6 +81,14 @@ class Core:
     links: Links
     journals: Journals
     sweeper: Sweeper
+    gateways: Peers
+
+    @property
+    def alone(self) -> bool:
+        """No other gateway is known that stays."""
+        me = self.parts.identity.id
+        others = (info for info in self.gateways.snapshot().values() if info.id != me)
+        return all(info.fields.get("draining") == "1" for info in others)
 
     @property
     def table(self) -> Table:
@@ -165,7 +173,7 @@ def make_core(
     sweeper = Sweeper(parts.custody, parts.admission, limits.owner_gone_ms)
     _show(parts, links, generations, lag)
     parts.telemetry.gauge("journals", "Resumable requests that are owned here.", lambda: float(len(journals)))
-    return Core(parts, generations, Embeddings(parts), lookup, catalog, kits, links, journals, sweeper)
+    return Core(parts, generations, Embeddings(parts), lookup, catalog, kits, links, journals, sweeper, gateways)
 
 
 def _show(parts: Parts, links: Links, generations: Generations, lag: LoopLag) -> None:
@@ -294,14 +302,15 @@ def _web(config: GatewayConfig, core: Core, authenticator: Authenticator) -> Htt
 
 
 async def _finish(core: Core, grace_s: float) -> None:
-    """Let requests come to their ends, and those who can go on elsewhere do so; what is left after the grace is moved
-    or cancelled."""
+    """Let requests come to their ends, and move to another gateway those that can; what is left after the grace is
+    moved or cancelled."""
     core.generations.leave()
     try:
         async with asyncio.timeout(grace_s):
             while core.table.busy or core.generations.streams:
-                with suppress(StateAway):
-                    await core.journals.let_go(every=False)
+                if not core.alone:
+                    with suppress(StateAway):
+                        await core.journals.let_go(every=False)
                 await asyncio.sleep(MOVE_S)
     except TimeoutError:
         _log.warning("%d requests are moved or cancelled: the grace is over", len(core.table))

@@ -28,7 +28,7 @@ ORDER = ("worker", "router", "gateway")
 ALONE = {
     "worker": "what runs there finishes first; then requests wait up to 2 s for it and are refused (NO_REPLICA) after",
     "router": "running streams go on; new requests wait for it about 2 s and are refused (NO_REPLICA) after",
-    "gateway": "running streams finish first, resumable ones end with MOVED; then nobody can connect until it is back",
+    "gateway": "running streams finish first; then nobody can connect until it is back",
 }
 POLL_S = 0.05
 FORCE_S = 5.0  # from the second SIGTERM to SIGKILL

@@ -147,6 +147,24 @@ async def test_what_the_grace_is_too_short_for_is_cancelled_or_left_to_others(re
         await until(lambda: not worker.held)
 
 
+async def test_a_gateway_that_no_other_stays_beside_finishes_what_could_move(redis_url: str, tmp_path: Path) -> None:
+    (tmp_path / "b").mkdir()
+    async with fake_mesh(**SLOW) as ((router,), (worker,)):
+        settings = {"store": redis_url, "drain_settle_ms": 1500}  # so that each sees the other's mark
+        async with (
+            gateway_process(router, directory=tmp_path, gateway_id="g1", **settings) as one,
+            gateway_process(router, directory=tmp_path / "b", gateway_id="g2", **settings) as two,
+        ):
+            for process in (one, two):
+                process.signal(signal.SIGTERM)
+            calls = [process.client.generate(asked(resume_window_ms=60_000)) for process in (one, two)]
+            for call in calls:
+                said = await first_token(call)
+                await rest(call, said)
+                assert said.texts == WHOLE
+        assert {sub.epoch for sub in worker.submissions} == {1}
+
+
 async def test_a_second_signal_ends_it_at_once(redis_url: str, tmp_path: Path) -> None:
     async with one_to_drain(redis_url, tmp_path) as (process, _, _, _):
         call = process.client.generate(asked())
