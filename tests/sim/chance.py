@@ -25,8 +25,7 @@ WILD_REASONS: Final = frozenset({
     *(reason.value for reason in (
         Reason.POISON_SUSPECTED, Reason.WORKER_LOST, Reason.NO_REPLICA, Reason.DRAINING, Reason.OUTCOME_UNKNOWN,
         Reason.QUEUE_EXPIRED, Reason.RUN_EXPIRED, Reason.MOVED, Reason.STATE_AWAY, Reason.OWNER_LOST,
-        Reason.OWNER_MOVED, Reason.VERSION_GONE,
-        Reason.REQUEST_UNKNOWN, Reason.IDEMPOTENCY_CONFLICT, Reason.CLIENT_CANCEL, Reason.SLOW_READER,
+        Reason.OWNER_MOVED, Reason.CLIENT_CANCEL,
     )),
 })  # fmt: skip
 
