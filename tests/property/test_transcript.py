@@ -7,7 +7,7 @@ import hashlib
 import struct
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from gateway import cursor
@@ -22,6 +22,8 @@ TOKENIZER = Tokenizer(tokenizer_json())
 
 ids = st.lists(st.integers(0, TEXT_TOKENS - 1), max_size=40)
 stops = st.lists(st.sampled_from(["a", "ST", "STOP", "é", "日本", " the", "\ufffd", "fox jumps", "zz"]), max_size=3)
+
+RARELY = st.sampled_from([False, False, False, True])
 
 
 def text_of(tokens: list[int]) -> str:
@@ -125,6 +127,29 @@ def test_other_tokens_where_some_are_known_diverge_and_change_nothing(tokens: li
     assert transcript.append(Run(0, 0, tokens[:at], STOP)) is Fit.DIVERGED
     assert transcript.tokens == len(tokens)
     assert not transcript.complete
+
+
+@given(
+    told=st.lists(st.tuples(st.integers(0, 2), st.sampled_from([0, 0, 0, -1, 1]), st.integers(0, 3), RARELY)),
+    stops_=stops,
+    most=st.integers(1, 8),
+    logprobs=st.booleans(),
+)
+@example([(0, 0, 1, True), (0, 0, 1, False)], [], 8, False)  # more after the end
+def test_the_short_way_of_single_tokens_leads_to_the_same_transcript(
+    told: list[tuple[int, int, int, bool]], stops_: list[str], most: int, logprobs: bool
+) -> None:
+    form = Form(choices=2, max_tokens=most, stops=tuple(stops_), logprobs=logprobs)
+    short, long = Transcript(form, TOKENIZER, FakeClock()), Transcript(form, TOKENIZER, FakeClock())
+    for choice, beside, token, ends in told:
+        held = [len(each.emitted) for each in long.progress()]
+        index = max(0, held[choice] + beside) if choice < len(held) else 0
+        run = Run(choice, index, [token], STOP if ends else 0, EOS if ends else None, [common_pb2.TokenLogprob()])
+        taken = not ends and short.token(choice, index, token)
+        fit = long.append(run)
+        assert fit is Fit.TAKEN if taken else short.append(run) is fit
+        assert (short.progress(), short.tokens, short.stops()) == (long.progress(), long.tokens, long.stops())
+    assert list(short.take()) == list(long.take())
 
 
 @settings(max_examples=60, deadline=None)

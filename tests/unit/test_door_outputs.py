@@ -9,6 +9,7 @@ from tests.fakes.door_world import Gateway, World, request_id
 from tests.fakes.engine import Shape
 from tests.fakes.owner import encode_submission, submission
 from trunkline.worker.v1 import worker_pb2
+from workers.door.batch import EVENT_MOST, TOKEN_MOST, Batch
 from workers.door.door import Limits
 from workers.door.execution import EngineBroken
 from workers.door.stream import FLUSH_S, Window
@@ -66,6 +67,48 @@ def test_opened_comes_before_runs_and_the_finish_with_the_last_token() -> None:
     assert (list(last.count), list(last.finish)) == ([2], [2])
     assert last.events[-1].HasField("finished")
     assert last.events[-1].finished.decode_ms == pytest.approx(10)
+
+
+def test_what_else_is_new_of_a_request_goes_with_its_one_new_token() -> None:
+    world = World()
+    gateway = opened(world, submission(ONE, max_tokens=50), submission(TWO, max_tokens=50))
+    gateway.read()  # both are opened, and nothing else is known of them
+    world.step()
+    gateway.read()
+    assert [gateway.books[each].scheduled for each in (ONE, TWO)] == [1, 1]
+    world.step()
+    world.step()
+    epoch, attempt = gateway.books[ONE].stamp
+    gateway.say(stop=worker_pb2.StopOutput(request_id=ONE, epoch=epoch, attempt=attempt, choice=0, at_index=2))
+    gateway.pull()
+    (message,) = gateway.wire
+    ended = dict(zip(message.batch.handle, zip(message.batch.count, message.batch.finish, strict=True), strict=True))
+    assert ended == {1: (1, 1), 2: (2, 0)}
+
+
+def test_the_end_of_a_request_is_said_with_its_one_new_token() -> None:
+    world = World()
+    gateway = opened(world, submission(ONE, max_tokens=50))
+    world.step()
+    gateway.read()
+    world.step()
+    world.kill_engine()
+    gateway.pull()
+    assert [len(message.batch.handle) for message in gateway.wire] == [1]
+    assert gateway.wire[-1].batch.events[-1].HasField("released")
+
+
+def test_single_tokens_stop_where_the_batch_has_no_room() -> None:
+    world = World()
+    gateway = opened(world, *(submission(request_id(number), max_tokens=50) for number in range(1, 5)))
+    world.step()
+    gateway.read()
+    world.step()
+    assert gateway.stream is not None
+    batch = Batch(EVENT_MOST + 2 * TOKEN_MOST)
+    assert [batch.token(delivery) for delivery in gateway.stream.outlet.deliveries.values()] == [True, True] + [
+        False
+    ] * 2
 
 
 def test_heartbeats_come_every_half_second_and_every_two_when_nothing_runs() -> None:
