@@ -103,6 +103,7 @@ class Admission:
             by = "store"
         except StateAway:
             if claims is not None:
+                self.settle(tenant, request_id, 0)  # the store may have taken it, and the answer is lost
                 raise
             if owned is not None:
                 self._store.write_behind(*owned)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 
 import pytest
@@ -11,8 +12,10 @@ from gateway.admission import Admission
 from gateway.auth import Limits, Principal
 from gateway.ledger import MAX_TENANTS, Ledger, Left, Rates
 from shared import keys
+from shared.clock import SYSTEM_CLOCK
 from shared.errors import Reason, TrunklineError
-from shared.state import Store
+from shared.state import StateAway, Store
+from tests.fakes.valkey import Valkey
 
 
 class Time:
@@ -239,3 +242,23 @@ def test_idle_tenants_are_forgotten_and_busy_ones_kept() -> None:
         ledger.settle(f"t{number}", "1", 1, now)
     assert ledger.held("busy") == 1
     assert len(ledger._tenants) <= MAX_TENANTS + 1
+
+
+async def test_a_reservation_whose_answer_was_lost_is_given_back_by_the_request_that_was_refused(
+    valkey: Valkey,
+) -> None:
+    store = Store(valkey.url, SYSTEM_CLOCK, name="test")
+    await store.start()
+    admission = Admission(store, SYSTEM_CLOCK, lambda: 1)
+    await admission.reserve(principal(), "m", "a", 1, 60)  # the store knows the script
+    valkey.pause()
+    with pytest.raises(StateAway):
+        await admission.reserve(principal(), "m", "b", 1, 60, claims=("key", b"body"))
+    valkey.resume()
+    with valkey.client() as client:
+        async with asyncio.timeout(5):
+            while not (store.available and client.hget(keys.idem("t", "key"), "request")):  # noqa: ASYNC110 - its own
+                await asyncio.sleep(0.02)  # until it runs what it was sent
+        await store.close()
+        assert client.hget(keys.lim("t"), "n:*") == "1"
+        assert not client.hexists(keys.lim("t"), "l:b")
