@@ -29,6 +29,7 @@ from tests.fakes.mesh import EOS, TEXT_TOKENS, tokenizer_json
 MODEL = "formula"
 STEP_MS = 20
 SETTLE_S = 90.0  # until windows, leases and sweeps have run out
+LOOK_S = 1.5
 Draw = Callable[[int], Ask]
 
 
@@ -105,9 +106,9 @@ async def _leaks(mesh: ChaosMesh, last: Ask, doors: list[Door], origin: float) -
         async with asyncio.timeout(SETTLE_S):
             while True:
                 await Client(last, doors, origin).run()
+                await asyncio.sleep(LOOK_S)  # until that one has settled
                 left = await left_behind(mesh)
                 if not left:
                     return {}
-                await asyncio.sleep(2.0)
     except TimeoutError:
         return left
