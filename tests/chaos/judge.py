@@ -54,10 +54,10 @@ class Judge:
         return bool(last.reason) or not self._broken(last)
 
     def blow_of(self, story: Story) -> Blow | None:
-        """The blow in which its longest wait fell."""
+        """The blow in which its longest wait began, or which fell into it."""
         began, length = story.gap
         hits = [blow for blow in self._blows if blow.began <= began + length and began <= blow.recovered]
-        return hits[-1] if hits else None
+        return hits[0] if hits else None
 
     def _explained(self, turn: Turn, story: Story) -> bool:
         if turn.code == "SILENT":
