@@ -8,11 +8,11 @@ U+FFFD once that is certain.
 from __future__ import annotations
 
 import codecs
-import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
+import msgspec
 import tokenizers
 
 _Step = Callable[[str, bool], str | bytes]  # (token, it is the first of the text) -> the token after one decoder
@@ -134,6 +134,12 @@ def _flat(config: Mapping[str, Any] | None) -> Iterator[Mapping[str, Any]]:
         yield config
 
 
+class _File(msgspec.Struct):
+    """What is read of a tokenizer.json beside the library: the vocabulary as Python's objects would take megabytes."""
+
+    decoder: dict[str, Any] | None = None
+
+
 class Tokenizer:
     """A model's tokenizer. Safe to share between threads.
 
@@ -143,7 +149,7 @@ class Tokenizer:
     def __init__(self, tokenizer_json: bytes) -> None:
         try:
             self._tokenizer = tokenizers.Tokenizer.from_buffer(tokenizer_json)
-            self._decoder = _Decoder(json.loads(tokenizer_json).get("decoder"))
+            self._decoder = _Decoder(msgspec.json.decode(tokenizer_json, type=_File).decoder)
         except UnsupportedTokenizerError:
             raise
         except Exception as exc:  # the library raises bare Exception
