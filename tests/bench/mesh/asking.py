@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final, TypeVar
 
 import grpc
+import uvloop
 
 from tests.bench import language
 from tests.bench.fleet import MODEL, Fleet
@@ -86,7 +87,7 @@ class Asker:
         return answer
 
 
-_runner: Final = asyncio.Runner()
+_runner: Final = asyncio.Runner(loop_factory=uvloop.new_event_loop)
 _T = TypeVar("_T")
 
 
