@@ -18,7 +18,7 @@ def main() -> int:
     options = parser.parse_args()
     missed = 0
     print(f"{'rule':<12} {'mutation':<52} noticed by")
-    for mutation in MUTATIONS:
+    for mutation in sorted(MUTATIONS, key=_place):
         noticed = mutation.noticed()
         missed += noticed is None
         print(f"{mutation.rule:<12} {mutation.name:<52} {noticed.scenario if noticed else 'NOBODY'}", flush=True)
@@ -26,6 +26,11 @@ def main() -> int:
             print(f"{'':<12} {noticed.how}")
     print(f"{len(MUTATIONS)} mutations, {missed} not noticed")
     return 1 if missed else 0
+
+
+def _place(mutation: Mutation) -> tuple[int, str]:
+    """Rules in their order, then words."""
+    return (int(mutation.rule), "") if mutation.rule.isdigit() else (99, mutation.rule)
 
 
 __all__ = ["MUTATIONS", "Mutation", "broken_takeover", "broken_wire"]
