@@ -35,7 +35,16 @@ def main() -> int:
     print(card.text())  # noqa: T201
     if options.out:
         _write(card, settings, machine, options.out)
+    if not card.passed:
+        print(f"the same load and strikes again, with logs: {_command(settings)} --home DIR")  # noqa: T201
     return 0 if card.passed else 1
+
+
+def _command(settings: Settings) -> str:
+    only = f" --only {settings.only!r}" if settings.only else ""
+    return (
+        f"python -m tests.chaos --engine {settings.engine} --requests {settings.requests} --seed {settings.seed}{only}"
+    )
 
 
 def _options() -> argparse.Namespace:
@@ -52,8 +61,7 @@ def _options() -> argparse.Namespace:
 
 
 def _write(card: Scorecard, settings: Settings, machine: dict[str, object], out: Path) -> None:
-    command = f"python -m tests.chaos --engine {settings.engine} --requests {settings.requests} --seed {settings.seed}"
-    facts = {"machine": machine, "command": command, "settings": dataclasses.asdict(settings)}
+    facts = {"machine": machine, "command": _command(settings), "settings": dataclasses.asdict(settings)}
     numbers = {**facts, **card.summary(), "by_strike": card.by_kind(), "blows": card.log()}
     out.mkdir(parents=True, exist_ok=True)
     (out / f"chaos-{settings.engine}.json").write_text(json.dumps(numbers, indent=1) + "\n")
