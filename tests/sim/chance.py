@@ -218,6 +218,8 @@ class Chance:
             emptied = any("then empty" in event for event in world.events)
             if emptied and client.returns:
                 allowed = allowed | {Reason.REQUEST_UNKNOWN.value}  # it had ended, and the store forgot its outputs
+            if emptied and client.returns and any(" kill g" in event for event in world.events):
+                allowed = allowed | {Reason.FEATURE_OFF.value}  # its owner died between telling its record and its plan
             if client.ask.cancels_s is not None:
                 allowed = allowed | {Reason.CLIENT_CANCEL.value}
             where = f"c{client.number} ended {client.outcome}: {client.message}"
