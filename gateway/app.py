@@ -257,21 +257,21 @@ async def _serving(
     await internal.start()
     web.start()
     register = asyncio.create_task(registration.run())
-    leaving: asyncio.Task[None] | None = None
+    closing: asyncio.Task[None] | None = None
     try:
         yield gateway
         lifecycle.drain()
         await registration.update({"draining": "1"})
         await lifecycle.settled()
         grace_s = (lifecycle.grace_ms or config.drain_grace_ms) / 1000
-        leaving = asyncio.create_task(public.stop(grace_s + LAST_WRITES_S))  # clients connect elsewhere for what is new
+        closing = asyncio.create_task(public.stop(grace_s + LAST_WRITES_S))  # clients connect elsewhere for what is new
         await _finish(core, grace_s)
     finally:
         register.cancel()
         await registration.close()
         await asyncio.gather(public.stop(STOP_S), internal.stop(STOP_S), web.close())
-        if leaving is not None:
-            await leaving
+        if closing is not None:
+            await closing
 
 
 def _public(core: Core, authenticator: Authenticator, tracer: trace.Tracer) -> grpc.aio.Server:
@@ -304,10 +304,10 @@ def _web(config: GatewayConfig, core: Core, authenticator: Authenticator) -> Htt
 async def _finish(core: Core, grace_s: float) -> None:
     """Let requests come to their ends, and move to another gateway those that can; what is left after the grace is
     moved or cancelled."""
-    core.generations.leave()
     try:
         async with asyncio.timeout(grace_s):
             while core.table.busy or core.generations.streams:
+                core.generations.leave()
                 if not core.alone:
                     with suppress(StateAway):
                         await core.journals.let_go(every=False)

@@ -305,7 +305,8 @@ class Journals:
             for journal, (written, _) in zip(part, answers, strict=True):
                 if written is Written.LOST:
                     self.restore(journal)
-                    continue
+                if written is Written.LOST or journal.ending:
+                    continue  # what ended meanwhile has its end still to write, here
                 _log.info("request %s is left to another gateway", journal.owner.id)
                 journal.abandon()
                 journal.owner.cancel(Reason.OWNER_MOVED)
@@ -362,7 +363,10 @@ class Journals:
     async def _claim_lost(self) -> None:
         for journal in list(self._lost):
             try:
-                await journal.claim(again=True)
+                async with self.turn:
+                    if journal not in self._lost:
+                        continue  # it was closed meanwhile, and must not be opened again
+                    await journal.claim(again=True)
             except StateAway:
                 raise
             except TrunklineError:

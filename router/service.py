@@ -45,7 +45,7 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
         self, request: router_pb2.WatchModelsRequest, context: Context
     ) -> AsyncIterator[router_pb2.WatchModelsResponse]:
         """Reports the models served."""
-        if request.protocol_major not in (0, PROTOCOL[0]):
+        if request.protocol_major not in (0, PROTOCOL.major):
             raise TrunklineError(Reason.PROTOCOL_MISMATCH, f"protocol {PROTOCOL.text} is understood")
         async with aclosing(self._catalog.watch()) as messages:
             async for message in messages:

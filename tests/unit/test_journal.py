@@ -167,6 +167,21 @@ async def test_what_is_let_go_is_taken_over_at_once_whatever_was_being_written(v
         assert len(journals) == 0
 
 
+async def test_what_ends_while_it_is_let_go_has_its_end_written(valkey: Valkey) -> None:
+    async with writing(valkey.url) as journals, writing(valkey.url, 2) as others:
+        owner = OwnerOfOne()
+        journal = Journal(journals, owner, "a", window_s=60)
+        await journal.claim()
+        letting_go = asyncio.create_task(journals.let_go())
+        await asyncio.sleep(0)  # its lease is being written
+        journal.end(ENDING, {"state": "FINISHED"})
+        await letting_go
+        await until(lambda: journal.log.ending is not None, 5)
+        news = await others.custody.follow(owner.id)
+        assert (news.rank, news.ending) == (3, ENDING)
+        assert not owner.cancelled
+
+
 async def test_only_what_somebody_goes_on_with_is_let_go_before_the_end(valkey: Valkey) -> None:
     async with writing(valkey.url) as journals, writing(valkey.url, 2) as others:
         told, untold, unread, followed, half = (OwnerOfOne(number) for number in range(1, 6))

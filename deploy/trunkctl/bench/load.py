@@ -100,8 +100,7 @@ class Load:
 
     async def _closed_loop(self) -> None:
         pace, share = self._pace, self._share
-        last = None if pace.count is None else pace.count
-        numbers = itertools.count(share.index, share.of) if last is None else iter(range(share.index, last, share.of))
+        numbers = itertools.islice(itertools.count(), share.index, pace.count, share.of)
         async with asyncio.TaskGroup() as group:
             for _ in range(share.part(pace.concurrency)):
                 group.create_task(self._one_after_another(numbers))
