@@ -121,6 +121,8 @@ class Peers:
             self._begin_doubt()  # the last known ones stay
             return
         found = {info.id: info for info in map(_info, rows) if info is not None}
+        if not self._doubt and self._found.keys() - found.keys():
+            await self._store.look()  # it may have come back empty a moment ago
         if self._doubt:
             self._doubt -= 1
             found = self._found | found

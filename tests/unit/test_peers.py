@@ -175,3 +175,14 @@ async def test_an_entry_that_is_no_peer_is_passed_over(redis_url: str) -> None:
         found = Peers(store, "worker")
         await found.look()
         assert set(found.snapshot()) == {"w0"}
+
+
+async def test_a_store_that_came_back_empty_a_moment_ago_does_not_empty_the_list(redis_url: str) -> None:
+    async with opened(redis_url) as store:
+        found = Peers(store, "worker")
+        await Registration(store, W0, {"address": "127.0.0.1:1"}).refresh()
+        await found.look()
+        with redis.Redis.from_url(redis_url) as client:
+            client.flushall()
+        await found.look()
+        assert set(found.snapshot()) == {"w0"}, "nothing in a new data set says that it is gone"
