@@ -83,7 +83,7 @@ $(MODEL)/manifest.json: | $(VENV)/.packages kernels
 
 SEEDS ?= 1000
 
-.PHONY: test test-quick test-e2e test-sim test-sim-mutations chaos bench bench-mesh
+.PHONY: test test-quick test-e2e test-many test-sim test-sim-mutations chaos bench bench-mesh
 test: setup ## the whole suite
 	@$(RUN) -m pytest tests
 
@@ -92,6 +92,9 @@ test-quick: setup ## unit and property tests
 
 test-e2e: setup ## the tests that run a whole mesh of real processes
 	@$(RUN) -m pytest tests/e2e
+
+test-many: setup ## 1,000 disconnects and resumes, 1,000 keys asked three times while a gateway dies
+	@TRUNKLINE_TEST_RESUMES=1000 $(RUN) -m pytest tests/contract/test_gateway_resume.py -k many
 
 test-sim: setup ## the mesh on virtual time: the named races, then random worlds (SEEDS=)
 	@$(RUN) -m pytest tests/sim -q -m "not mutations" -k "not random"
