@@ -21,6 +21,7 @@ DELAY_S = 0.15  # of a slow link, each way
 BYTES_PER_S = 64_000
 MOST_WAITING = 256 * 1024  # bytes on a slow link before the sender is held up
 LOOK_S = 0.05  # for a dead target to come back
+CLOSE_S = 5.0  # until the last connection of a closed link is gone
 _RESET = struct.pack("ii", 1, 0)
 
 
@@ -31,6 +32,8 @@ class Link:
         self.name = name
         self.mode: Mode = "whole"
         self.pairs: set[Pair] = set()
+        self.open: set[End] = set()  # also of pairs that are over and still owe an end its bytes
+        self.closed = False
         self._at, self._target = at, target
         self._server: asyncio.Server | None = None
         self._watch: asyncio.Task[None] | None = None
@@ -40,13 +43,20 @@ class Link:
         self._watch = asyncio.create_task(self._follow_target())
 
     async def close(self) -> None:
-        """End it, with its connections."""
+        """End it, with its connections, and wait until none is left."""
+        self.closed = True
         if self._watch is not None:
             self._watch.cancel()
             with suppress(asyncio.CancelledError):
                 await self._watch
         await self._deafen()
         self.drop()
+        async with asyncio.timeout(CLOSE_S):
+            await asyncio.sleep(0)  # whoever was just accepted
+            while self.open:
+                for end in list(self.open):
+                    end.reset()
+                await asyncio.sleep(0.001)
 
     def drop(self, share: float = 1.0, rng: random.Random | None = None) -> int:
         """Reset this share of the connections, one at least if there is one; how many."""
@@ -102,7 +112,9 @@ class Pair:
 
     def opened(self, end: End) -> None:
         """One of both is there."""
-        if end is self.here:
+        if self.link.closed:
+            end.reset()
+        elif end is self.here:
             self.link.pairs.add(self)
             end.hold(True)
             self.joining = asyncio.create_task(self.link.connected(self))
@@ -147,6 +159,7 @@ class End(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Asyncio's."""
         self.transport = cast(asyncio.Transport, transport)
+        self._pair.link.open.add(self)
         self._pair.opened(self)
         for data in self._early:
             self.send(data)
@@ -164,6 +177,7 @@ class End(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Asyncio's."""
+        self._pair.link.open.discard(self)
         if self._pair.link.mode == "half_open":
             return  # the other side hears nothing of it before the link is whole
         if exc is not None:
@@ -210,11 +224,11 @@ class End(asyncio.Protocol):
 
     def reset(self) -> None:
         """Break it off."""
-        if self.transport is not None and not self.transport.is_closing():
+        if self.transport is not None and self in self._pair.link.open:
             sock = self.transport.get_extra_info("socket")
             with suppress(OSError):
                 sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
-            self.transport.abort()
+            self.transport.abort()  # also what is closing and still has bytes to send
 
     def finish(self) -> None:
         """Close it once it has what it is owed."""
