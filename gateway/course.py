@@ -30,33 +30,39 @@ class CourseLimits:
 
 
 class MoveBudget:
-    """Token bucket of one gateway for moving requests off lost workers: a herd of moves must not bury the rest."""
+    """What one gateway may move between workers: a herd of moves must not bury the rest. Moves off lost workers and
+    off draining ones have a bucket each, so that a drain leaves the losses what they may need."""
 
     def __init__(self, clock: Clock, burst: int = 1024, per_s: float = 32.0) -> None:
+        self._lost = _Bucket(clock, burst, per_s)
+        self._drained = _Bucket(clock, burst, per_s)
+
+    def take(self) -> bool:
+        """Take one move off a lost worker; False when none is left."""
+        return self._lost.take() == 0.0
+
+    def await_turn(self) -> float:
+        """Take one move off a draining worker, be it in advance; seconds until it is due."""
+        return self._drained.take(in_advance=True)
+
+
+class _Bucket:
+    def __init__(self, clock: Clock, burst: int, per_s: float) -> None:
         self._clock = clock
         self._burst = burst
         self._per_s = per_s
         self._left = float(burst)
         self._at = clock.monotonic()
 
-    def take(self) -> bool:
-        """Take one move; False when none is left."""
-        self._fill()
-        if self._left < 1:
-            return False
-        self._left -= 1
-        return True
-
-    def await_turn(self) -> float:
-        """Take one move, be it in advance; seconds until it is due."""
-        self._fill()
-        self._left -= 1
-        return max(0.0, -self._left / self._per_s)
-
-    def _fill(self) -> None:
+    def take(self, *, in_advance: bool = False) -> float:
+        """Seconds until one may be had, 0 if now. It is taken now or `in_advance`."""
         now = self._clock.monotonic()
         self._left = min(self._burst, self._left + (now - self._at) * self._per_s)
         self._at = now
+        after = self._left - 1
+        if after >= 0 or in_advance:
+            self._left = after
+        return max(0.0, -after / self._per_s)
 
 
 @dataclass(frozen=True)

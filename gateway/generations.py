@@ -24,7 +24,7 @@ from gateway.journal import RETRY_S, Journal, Journals, Log
 from gateway.kit import Kit
 from gateway.pacer import Pacer
 from gateway.parts import Parts
-from gateway.request import Operation
+from gateway.request import Operation, draining
 from gateway.view import Head, View
 from shared.errors import Reason, TrunklineError
 from shared.state import StateAway
@@ -151,7 +151,7 @@ class Generations:
         `keyed`: it was found by its idempotency key, under which nothing runs twice: REQUEST_UNKNOWN is a conflict.
         """
         if self._parts.lifecycle.refusing:
-            raise _draining()
+            raise draining()
         place = cursors.decode(cursor) if cursor else None
         if place is not None and place.request_id.hex() != request_id:
             raise _unknown()
@@ -214,7 +214,7 @@ class Generations:
         """
         parts = self._parts
         if parts.lifecycle.draining:
-            raise _draining()
+            raise draining()
         found = await self._custody.plan(request_id)
         if found is None or found[0].tenant != tenant:
             return None
@@ -390,10 +390,6 @@ def _head(request_id: str, plan: Plan, trace_id: str, kit: Kit) -> Head:
     )
     form = form_of(bytes.fromhex(request_id), spec, work, kit)
     return Head(started, form, kit.tokenizer, plan.operation)
-
-
-def _draining() -> TrunklineError:
-    return TrunklineError(Reason.DRAINING, "the gateway is draining", retry_after_s=0.0)
 
 
 def _unknown() -> TrunklineError:

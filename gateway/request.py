@@ -270,7 +270,7 @@ class Request(ABC):
 
     def _check_door(self) -> None:
         if self.parts.lifecycle.refusing:
-            raise TrunklineError(Reason.DRAINING, "the gateway is draining", retry_after_s=0.0)
+            raise draining()
         if len(self.parts.table) >= self.parts.limits.max_in_flight:
             raise TrunklineError(
                 Reason.QUEUE_FULL, "the gateway holds as many requests as it can", retry_after_s=1.0
@@ -441,6 +441,11 @@ _CANCELLED: Final = {
     Reason.SLOW_READER: "the client took nothing for too long",
     Reason.DRAINING: "the gateway ends",
 }
+
+
+def draining() -> TrunklineError:
+    """What a draining gateway answers to whoever is new."""
+    return TrunklineError(Reason.DRAINING, "the gateway is draining", retry_after_s=0.0)
 
 
 def _state_after(error: TrunklineError | None) -> common_pb2.RequestState:

@@ -139,7 +139,7 @@ def test_other_refusals_end_it_as_they_are(reason: Reason) -> None:
     assert (caught.value.reason, caught.value.message) == (reason, "no")
 
 
-def test_moves_off_a_draining_worker_are_spread_over_time_where_others_would_fail() -> None:
+def test_moves_off_a_draining_worker_are_spread_over_time_and_cost_the_lost_nothing() -> None:
     clock = FakeClock()
     budget = MoveBudget(clock, burst=2, per_s=4.0)
 
@@ -149,10 +149,11 @@ def test_moves_off_a_draining_worker_are_spread_over_time_where_others_would_fai
     drained = released(Released.WHY_DRAINING)
     waits = [moves().after(drained, tokens=1, routers=1).after_s for _ in range(4)]
     assert waits == [0.0, 0.0, 0.25, 0.5]
+    assert [moves().after(lost(7), tokens=1, routers=1) for _ in range(2)] == [Again(0.0)] * 2
     with pytest.raises(TrunklineError) as caught:
         moves().after(lost(7), tokens=1, routers=1)
     assert caught.value.reason is Reason.WORKER_LOST
-    clock.advance(1.0)
+    clock.advance(0.25)
     assert moves().after(lost(7), tokens=1, routers=1) == Again(0.0)
 
 
