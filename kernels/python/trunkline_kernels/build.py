@@ -79,7 +79,8 @@ def _units() -> list[Path]:
 
 
 def _headers() -> list[Path]:
-    return sorted((*(SOURCES / "src").rglob("*.h"), *(SOURCES / "include").glob("*.h")))
+    inner = (path for folder in ("abi", "cpu") for path in (SOURCES / "src" / folder).glob("*.h"))
+    return sorted((*inner, SOURCES / "include" / "tl_kernels.h"))
 
 
 def _compile(compiler: Sequence[str], flags: Sequence[str], unit: Path, scratch: Path) -> Path:

@@ -1,0 +1,125 @@
+/* Trunkline's CUDA operators: bf16 activations and weights, fp32 sums, a ragged batch over a paged KV cache.
+ *
+ * Rules of every call
+ *   - Form: tl_cuda_<op>(const tl_cuda_<op>_args *args, void *stream). `args` lies in host memory and is not kept;
+ *     the pointers in it are device memory; `stream` is a cudaStream_t of the current device.
+ *   - `size` is sizeof of the struct, else TL_ERROR_VERSION; so is a flag that the call does not know.
+ *   - Pointers, counts, shapes and alignments are checked before anything is launched. What lies in device memory
+ *     (tokens, positions, slots, page ids, lengths) is not seen by the host: out of range it never faults, and each
+ *     call says what it does instead.
+ *   - Puts one kernel on the stream and returns: allocates nothing, waits for nothing, keeps no state. All calls can
+ *     be captured in a graph, after tl_cuda_init().
+ *   - Matrices are row-major and contiguous; void pointers are bf16 unless said otherwise, aligned to 16 bytes. Sizes
+ *     are counts of elements, never bytes. No rows is no work and TL_OK.
+ *   - Inputs and outputs do not overlap unless a call says that it works in place.
+ *   - The same arguments give the same bits, in any launch.
+ *   - Weights, biases, norms and rotary tables must not be written while calls that read them are on the stream: with
+ *     TL_CUDA_PDL they are read before the earlier kernels have ended.
+ */
+#ifndef TL_CUDA_H
+#define TL_CUDA_H
+
+#include "tl_kernels.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* Raised whenever a signature or a struct changes its meaning. */
+#define TL_CUDA_ABI_VERSION 1
+
+/* Flags of every call. */
+#define TL_CUDA_PDL 1u /* may start before the kernel before it has ended (programmatic dependent launch);
+                          needs compute capability 9.0 */
+
+/* Statuses beside those of tl_kernels.h. */
+enum {
+  TL_ERROR_DEVICE = 8, /* no GPU, a driver too old, or a GPU older than compute capability 8.0 */
+  TL_ERROR_LAUNCH = 9, /* CUDA refused the launch */
+  TL_ERROR_CUBLAS = 10 /* cuBLASLt is missing, has no algorithm, or refused the call */
+};
+
+/* Version of the ABI this library was built for: TL_CUDA_ABI_VERSION. */
+TL_API int32_t tl_cuda_abi_version(void);
+
+/* What the library was built from and for; opaque, for telling builds apart. Never NULL. */
+TL_API const char *tl_cuda_build_key(void);
+
+/* A status in words. Never NULL. */
+TL_API const char *tl_cuda_status_text(tl_status status);
+
+/* Check the current device and prepare its kernels: once per process and device, before other calls and before any
+ * capture. Repeating it is harmless. */
+TL_API tl_status tl_cuda_init(void);
+
+/* out[rows, width] = table[tokens, width]; a row whose token is outside the vocabulary is zero. Any table will do:
+ * with row numbers for tokens, it gathers. The table may be what an earlier kernel wrote. */
+typedef struct tl_cuda_embed_args {
+  uint32_t size, flags;
+  const int32_t *tokens; /* [rows] */
+  const void *table;     /* [vocabulary, width] */
+  void *out;             /* [rows, width] */
+  int64_t rows, width;   /* width a multiple of 8 */
+  int64_t vocabulary;
+} tl_cuda_embed_args;
+TL_API tl_status tl_cuda_embed(const tl_cuda_embed_args *args, void *stream);
+
+/* out = bf16(x / sqrt(mean(x^2) + eps)) * weight, per row; the product is rounded again. */
+typedef struct tl_cuda_rms_norm_args {
+  uint32_t size, flags;
+  const void *x;       /* [rows, width] */
+  const void *weight;  /* [width] */
+  void *out;           /* [rows, width]; may be x */
+  int64_t rows, width; /* width a multiple of 8, at most 16384 */
+  float eps;
+} tl_cuda_rms_norm_args;
+TL_API tl_status tl_cuda_rms_norm(const tl_cuda_rms_norm_args *args, void *stream);
+
+/* x += delta in place, rounded to bf16; then tl_cuda_rms_norm of the rounded sum. */
+typedef struct tl_cuda_add_rms_norm_args {
+  uint32_t size, flags;
+  void *x;             /* [rows, width], in place */
+  const void *delta;   /* [rows, width] */
+  const void *weight;  /* [width] */
+  void *out;           /* [rows, width]; may be delta */
+  int64_t rows, width; /* width a multiple of 8, at most 16384 */
+  float eps;
+} tl_cuda_add_rms_norm_args;
+TL_API tl_status tl_cuda_add_rms_norm(const tl_cuda_add_rms_norm_args *args, void *stream);
+
+/* Rotate q and k in place, pairs (i, i + head_dim / 2), in fp32 and rounded once; write k and v into the pools of a
+ * layer at the row's slot. A row whose slot is outside the pools (-1: padding) or whose position is outside the
+ * tables is left as it is, and nothing is written for it. Two rows never share a slot. */
+typedef struct tl_cuda_rope_cache_args {
+  uint32_t size, flags;
+  const int32_t *positions; /* [rows] */
+  const int32_t *slots;     /* [rows], page * TL_PAGE_TOKENS + offset, or -1 */
+  const float *cosines;     /* [table_positions, head_dim / 2], aligned to 16 bytes */
+  const float *sines;       /* likewise */
+  void *qkv;                /* [rows, (heads + 2 * kv_heads) * head_dim], in place */
+  void *keys, *values;      /* [pages, kv_heads, TL_PAGE_TOKENS, head_dim] */
+  int64_t rows;
+  int32_t heads, kv_heads;
+  int32_t head_dim; /* a multiple of 16, at most TL_MAX_HEAD_DIM */
+  int32_t pages;
+  int32_t table_positions;
+} tl_cuda_rope_cache_args;
+TL_API tl_status tl_cuda_rope_cache(const tl_cuda_rope_cache_args *args, void *stream);
+
+/* out[rows, width] = bf16(silu(gate)) * up, of gate_up[rows, 2 * width]; the product is rounded again. */
+typedef struct tl_cuda_swiglu_args {
+  uint32_t size, flags;
+  const void *gate_up; /* [rows, 2 * width] */
+  void *out;           /* [rows, width] */
+  int64_t rows, width; /* width a multiple of 8 */
+} tl_cuda_swiglu_args;
+TL_API tl_status tl_cuda_swiglu(const tl_cuda_swiglu_args *args, void *stream);
+
+#ifdef __cplusplus
+}
+#endif
+
+#include "tl_cuda_attention.h"
+#include "tl_cuda_sample.h"
+
+#endif /* TL_CUDA_H */
