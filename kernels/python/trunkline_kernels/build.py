@@ -57,7 +57,7 @@ def build(target: Path | None = None, targets: Sequence[Sequence[str]] = TARGETS
     `target` is the file to make (beside this one); `targets` are sets of processor flags, the first that works is used.
     """
     target = target or library_path()
-    if _is_current(target):
+    if carries(target, build_key()):
         return False
     if not _units():
         raise BuildError(f"the kernel sources are not in {SOURCES}")
@@ -67,11 +67,29 @@ def build(target: Path | None = None, targets: Sequence[Sequence[str]] = TARGETS
         with ThreadPoolExecutor(os.cpu_count()) as pool:
             objects = list(pool.map(lambda unit: _compile(compiler, flags, unit, Path(scratch)), _units()))
         linked = Path(scratch) / NAME
-        _run([*compiler, "-shared", "-pthread", "-o", str(linked), *map(str, objects)])
-        draft = target.with_name(f".{target.name}.{os.getpid()}")
-        shutil.copy(linked, draft)
-        draft.replace(target)  # whoever has the old one mapped keeps it
+        run([*compiler, "-shared", "-pthread", "-o", str(linked), *map(str, objects)])
+        install(linked, target)
     return True
+
+
+def run(command: Sequence[str]) -> str:
+    """Run a compiler; what it wrote to its standard error. Raises BuildError with that if it fails."""
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    if result.returncode:
+        raise BuildError(f"{shlex.join(command)}\n{result.stderr.strip()}")
+    return result.stderr
+
+
+def install(linked: Path, target: Path) -> None:
+    """Put a finished library in its place, at once: whoever has the old one mapped keeps it."""
+    draft = target.with_name(f".{target.name}.{os.getpid()}")
+    shutil.copy(linked, draft)
+    draft.replace(target)
+
+
+def carries(path: Path, key: str) -> bool:
+    """Whether a built library carries this key; read without running it."""
+    return path.exists() and key.encode() in path.read_bytes()
 
 
 def _units() -> list[Path]:
@@ -85,7 +103,7 @@ def _headers() -> list[Path]:
 
 def _compile(compiler: Sequence[str], flags: Sequence[str], unit: Path, scratch: Path) -> Path:
     out = scratch / f"{unit.parent.name}-{unit.stem}.o"
-    _run([*compiler, *flags, "-c", str(unit), "-o", str(out)])
+    run([*compiler, *flags, "-c", str(unit), "-o", str(out)])
     return out
 
 
@@ -107,17 +125,6 @@ def _compiler() -> list[str]:
         if shutil.which(command[0]):
             return command
     raise BuildError(f"building the kernels needs a C++ compiler ({named or 'c++, g++ or clang++'}); none was found")
-
-
-def _run(command: Sequence[str]) -> None:
-    result = subprocess.run(command, capture_output=True, text=True, check=False)
-    if result.returncode:
-        raise BuildError(f"{shlex.join(command)}\n{result.stderr.strip()}")
-
-
-def _is_current(path: Path) -> bool:
-    """Whether a built library carries today's key; read without running it."""
-    return path.exists() and build_key().encode() in path.read_bytes()
 
 
 def _processor() -> str:

@@ -7,7 +7,20 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from ctypes import POINTER, Structure, byref, c_char_p, c_float, c_int32, c_int64, c_uint32, c_void_p, sizeof
+from ctypes import (
+    POINTER,
+    Structure,
+    byref,
+    c_char_p,
+    c_double,
+    c_float,
+    c_int32,
+    c_int64,
+    c_uint32,
+    c_uint64,
+    c_void_p,
+    sizeof,
+)
 from pathlib import Path
 
 from trunkline_kernels.build import build_key, library_path
@@ -55,6 +68,69 @@ class Heads(Structure):
     )
 
 
+class SampleBias(Structure):
+    """`tl_sample_bias`: what is added to the score of one id; -inf bans it."""
+
+    _fields_ = (("token", c_int32), ("bias", c_float))
+
+
+class SampleCount(Structure):
+    """`tl_sample_count`: a distinct id of a sequence and how often it is in the output."""
+
+    _fields_ = (("token", c_int32), ("count", c_int32))
+
+
+class SampleRow(Structure):
+    """`tl_sample_row`: how one row is sampled; see the header for each field."""
+
+    _fields_ = (
+        ("seed", c_uint64),
+        ("temperature", c_double),
+        ("top_p", c_double),
+        ("min_p", c_double),
+        ("presence_penalty", c_double),
+        ("frequency_penalty", c_double),
+        ("repetition_penalty", c_float),
+        ("active", c_int32),
+        ("top_k", c_int32),
+        ("logprobs", c_int32),
+        ("choice", c_int32),
+        ("position", c_int32),
+        ("bias_start", c_int32),
+        ("bias_count", c_int32),
+        ("history", c_int32),
+        ("next", c_int32),
+    )
+
+
+class SampleArgs(Structure):
+    """`tl_sample_args`: one call of sampling. Addresses of arrays; see the header for their shapes."""
+
+    _fields_ = (
+        ("size", c_uint32),
+        ("flags", c_uint32),
+        ("logits", c_void_p),
+        ("params", c_void_p),
+        ("biases", c_void_p),
+        ("histories", c_void_p),
+        ("history_lengths", c_void_p),
+        ("tokens", c_void_p),
+        ("next_tokens", c_void_p),
+        ("logprobs", c_void_p),
+        ("top_ids", c_void_p),
+        ("top_logprobs", c_void_p),
+        ("scores", c_void_p),
+        ("rows", c_int64),
+        ("vocabulary", c_int64),
+        ("stride", c_int64),
+        ("bias_total", c_int64),
+        ("history_total", c_int64),
+        ("history_capacity", c_int64),
+        ("next_total", c_int64),
+        ("tops", c_int64),
+    )
+
+
 _POINTER = c_void_p
 _SIGNATURES: dict[str, tuple[type, ...]] = {
     "tl_context_create": (c_int32, POINTER(c_void_p)),
@@ -66,6 +142,7 @@ _SIGNATURES: dict[str, tuple[type, ...]] = {
     "tl_rope_cache": (_POINTER, POINTER(Batch), POINTER(Heads), _POINTER, _POINTER, _POINTER, _POINTER, _POINTER),
     "tl_attention": (_POINTER, POINTER(Batch), POINTER(Heads), _POINTER, _POINTER, _POINTER, _POINTER),
     "tl_swiglu": (_POINTER, _POINTER, _POINTER, c_int64, c_int64),
+    "tl_sample": (_POINTER, POINTER(SampleArgs)),
 }
 
 
@@ -117,6 +194,7 @@ class Context:
         self._embed, self._linear, self._swiglu = opened.tl_embed, opened.tl_linear, opened.tl_swiglu
         self._norm, self._add_norm = opened.tl_rms_norm, opened.tl_add_rms_norm
         self._rope_cache, self._attention = opened.tl_rope_cache, opened.tl_attention
+        self._sample = opened.tl_sample
 
     def __del__(self) -> None:
         handle = getattr(self, "_handle", None)  # absent when __init__ failed
@@ -184,6 +262,10 @@ class Context:
         """silu(gate) · up."""
         self._check(self._swiglu(self._handle, gate_up, out, rows, width), "tl_swiglu")
 
+    def sample(self, args: SampleArgs) -> None:
+        """One token per active row of logits, and log-probabilities where asked."""
+        self._check(self._sample(self._handle, byref(args)), "tl_sample")
+
 
 def batch_struct(**fields: int) -> Batch:
     """A `Batch` with its size filled in."""
@@ -193,3 +275,8 @@ def batch_struct(**fields: int) -> Batch:
 def heads_struct(*, scale: float, **fields: int) -> Heads:
     """A `Heads` with its size filled in."""
     return Heads(size=sizeof(Heads), scale=scale, **fields)
+
+
+def sample_struct(**fields: int) -> SampleArgs:
+    """A `SampleArgs` with its size filled in; what is not named is absent."""
+    return SampleArgs(size=sizeof(SampleArgs), **fields)
