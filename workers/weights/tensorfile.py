@@ -11,6 +11,7 @@ import json
 import mmap
 import struct
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import BinaryIO
@@ -59,13 +60,14 @@ def write_tensors(
     placed, header = _layout(shapes, _NAMES[dtype], dtype.itemsize)
     total = placed[-1].offset + placed[-1].size if placed else len(header)
     whole, tensors = hashlib.sha256(header), []
-    with path.open("xb") as file:
+    with path.open("xb") as file, ThreadPoolExecutor(2) as pool:
         file.write(header)
         for each in placed:
             content = _bytes_of(read(each.name).to(dtype).contiguous())
-            tensors.append((each, hashlib.sha256(content).hexdigest()))
-            whole.update(content)
+            own, counted = pool.submit(hashlib.sha256, content), pool.submit(whole.update, content)
             file.write(content)
+            counted.result()
+            tensors.append((each, own.result().hexdigest()))
             progress((each.offset + each.size) / total)
     return Written(tuple(tensors), total, whole.hexdigest(), hashlib.sha256(header).hexdigest())
 
