@@ -36,6 +36,10 @@ extern "C" {
 /* Largest head_dim of attention. */
 #define TL_MAX_HEAD_DIM 256
 
+/* Largest vocabulary of sampling, and most best ids it reports. */
+#define TL_MAX_VOCABULARY 262144
+#define TL_MAX_TOPS 20
+
 typedef int32_t tl_status;
 
 enum {
@@ -75,6 +79,62 @@ typedef struct tl_heads {
   int32_t positions; /* rows of the rotary table */
   float scale;       /* of attention scores */
 } tl_heads;
+
+/* What is added to the score of one id; -INFINITY bans it. */
+typedef struct tl_sample_bias {
+  int32_t token;
+  float bias;
+} tl_sample_bias;
+
+/* One distinct id of a sequence so far, and how often it is in the output (0: in the prompt alone). */
+typedef struct tl_sample_count {
+  int32_t token;
+  int32_t count;
+} tl_sample_count;
+
+/* How one row is sampled. Numbers are finite; temperature <= 0 is greedy. */
+typedef struct tl_sample_row {
+  uint64_t seed;
+  double temperature;
+  double top_p;              /* off from 1 on */
+  double min_p;              /* 0 = off */
+  double presence_penalty;   /* of ids in the output; 0 = off */
+  double frequency_penalty;  /* likewise, per occurrence */
+  float repetition_penalty;  /* of ids in prompt and output, above 0; 1 = off */
+  int32_t active;            /* 0: nothing is read or written for this row */
+  int32_t top_k;             /* 0 = off */
+  int32_t logprobs;          /* -1 = none; n = the chosen id's and the n best's, at most TL_MAX_TOPS */
+  int32_t choice, position;  /* with the seed, all that the draw depends on */
+  int32_t bias_start;        /* the row's biases: distinct ids, in any order */
+  int32_t bias_count;
+  int32_t history;           /* the row's history, of no other row of the call; -1 = none, no penalties */
+  int32_t next;              /* entry of next_tokens that gets the token; -1 = none */
+} tl_sample_row;
+
+/* One call of sampling. What is out of range in `params`, `biases` and `histories` is ignored: an id, a start, an index.
+ * Unused arrays are NULL with a count of 0. */
+typedef struct tl_sample_args {
+  uint32_t size, flags;        /* sizeof(tl_sample_args); flags are those of the CUDA call, 0 here */
+  const float *logits;         /* [rows, stride], the first `vocabulary` of each row */
+  const tl_sample_row *params; /* [rows] */
+  const tl_sample_bias *biases;
+  tl_sample_count *histories;  /* [history_total, history_capacity] */
+  int32_t *history_lengths;    /* [history_total] */
+  int32_t *tokens;             /* [rows]; -1 where the scores are not finite */
+  int32_t *next_tokens;        /* [next_total]; 0 in place of -1 */
+  float *logprobs;             /* [rows], or NULL: none for any row */
+  int32_t *top_ids;            /* [rows, tops], best first, equals by id */
+  float *top_logprobs;         /* [rows, tops] */
+  float *scores;               /* [rows, stride]: room for the CPU call to work in; NULL for the CUDA call */
+  int64_t rows;
+  int64_t vocabulary;          /* at most TL_MAX_VOCABULARY */
+  int64_t stride;              /* at least vocabulary */
+  int64_t bias_total;          /* biases of all rows */
+  int64_t history_total;
+  int64_t history_capacity;    /* distinct ids that fit; further ones are not counted */
+  int64_t next_total;
+  int64_t tops;                /* at most TL_MAX_TOPS; further best ids are not written */
+} tl_sample_args;
 
 /* Version of the ABI this library was built for: TL_ABI_VERSION. */
 TL_API int32_t tl_abi_version(void);
@@ -129,6 +189,21 @@ TL_API tl_status tl_attention(tl_context *context, const tl_batch *batch, const 
 
 /* out[rows, width] = silu(gate) * up, of gate_up[rows, 2 * width]. */
 TL_API tl_status tl_swiglu(tl_context *context, const float *gate_up, float *out, int64_t rows, int64_t width);
+
+/* One token per active row of logits. In this order: biases; repetition, then frequency and presence penalties; and, at
+ * a temperature above 0, top-k (ties with the last stay), top-p (by score, equals by id; at least one), min-p, and one
+ * draw from Philox4x32-10 (seed, choice, position) by the inverse cumulative distribution in ascending order of ids.
+ * Greedy is the highest score, of equals the lowest id. Log-probabilities are those of the logits as they came.
+ *
+ * A weight is exp((score - best) / temperature) in fp64, rounded to a multiple of 2^-45, so sums are exact, whatever
+ * their order. A sampler that sums in fp64 picks the same id unless a border (of top-p, or of the draw) lies within the
+ * roundings' sum of it: 2^-28 of the best id's weight at worst, about 2^-37 in practice. What weighs less than 2^-46 of
+ * the best is never drawn.
+ *
+ * A row with a NaN or +INFINITY, or with nothing above -INFINITY, before or after its edits, has no token: -1. Of such a
+ * row only tokens and next_tokens are written. Log-probabilities and best ids that were not asked for are not written.
+ * The chosen id is counted in the row's history. */
+TL_API tl_status tl_sample(tl_context *context, const tl_sample_args *args);
 
 #ifdef __cplusplus
 }

@@ -6,6 +6,7 @@
 #include "../cpu/cpu.h"
 #include "../cpu/vector.h"
 #include "check.h"
+#include "check_sample.h"
 
 #ifndef TL_BUILD_KEY
 #define TL_BUILD_KEY "unknown"
@@ -175,6 +176,18 @@ tl_status tl_swiglu(tl_context *context, const float *gate_up, float *out, int64
   if (!check.ok() || rows == 0) return check.status();
   check.present(context, gate_up, out).floats(gate_up, out);
   if (check.ok()) tl::cpu::swiglu(context->pool, gate_up, out, rows, width);
+  return check.status();
+}
+
+tl_status tl_sample(tl_context *context, const tl_sample_args *args) {
+  Check check;
+  if (!check.present(args).require(args != nullptr && args->size == sizeof(tl_sample_args), TL_ERROR_VERSION).ok())
+    return check.status();
+  check.require(args->flags == 0, TL_ERROR_VERSION);
+  tl::check_sample(check, *args);
+  if (!check.ok() || args->rows == 0) return check.status();
+  check.present(context, args->scores);
+  if (check.ok()) tl::cpu::sample(context->pool, *args);
   return check.status();
 }
 

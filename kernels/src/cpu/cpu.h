@@ -18,6 +18,7 @@ void rope_cache(Pool &pool, const tl_batch &batch, const tl_heads &heads, const 
 void attention(Pool &pool, const tl_batch &batch, const tl_heads &heads, const float *qkv, const float *keys,
                const float *values, float *out);
 void swiglu(Pool &pool, const float *gate_up, float *out, int64_t rows, int64_t width);
+void sample(Pool &pool, const tl_sample_args &args);
 
 }  // namespace tl::cpu
 
