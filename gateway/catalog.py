@@ -13,7 +13,7 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Final
 
-from gateway.kit import MAX_KITS, Kit, Kits
+from gateway.kit import MAX_KITS, Kit, Kits, log_level
 from gateway.routers import Routers
 from gateway.transport import PeerLost, Transport
 from shared.clock import Clock
@@ -85,7 +85,7 @@ class Catalog:
         if not self._models:
             raise TrunklineError(Reason.NO_REPLICA, self.problem, retry_after_s=1.0)
         if not versions:
-            raise TrunklineError(Reason.MODEL_UNKNOWN, f"the model {model[:128]!r} is not known")
+            raise unknown_model(model)
         eligible = [version for version in versions if version.ready_replicas] or versions
         eligible = [version for version in eligible if version.weight > 0] or eligible
         place = int.from_bytes(session[:8], "big") / 2**64 if session else self._rng.random()
@@ -136,7 +136,7 @@ class Catalog:
             await self._kits.get(version)
             self._prepared = True
         except TrunklineError as exc:
-            _log.warning("%s %s cannot be prepared: %s", version.model, version.version, exc)
+            _log.log(log_level(version), "%s %s cannot be prepared: %s", version.model, version.version, exc)
             await asyncio.sleep(PREPARE_AGAIN_S)
             self._preparing.discard(_key(version))
 
@@ -230,6 +230,12 @@ class Catalog:
             self._lifecycle.set_model(name, None)
         for name, versions in models.items():
             self._lifecycle.set_model(name, any(version.ready_replicas for version in versions))
+
+
+def unknown_model(name: str) -> TrunklineError:
+    """What to say of a model that is not served, or not to this caller."""
+    where = "GET /v1/models (in gRPC, ListModels) lists those that this key may use"
+    return TrunklineError(Reason.MODEL_UNKNOWN, f"the model {name[:128]!r} is not known; {where}")
 
 
 async def _next(stream: AsyncIterator[router_pb2.WatchModelsResponse]) -> router_pb2.WatchModelsResponse:

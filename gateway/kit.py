@@ -62,7 +62,7 @@ class Kits:
         task = self._kits.get(key)
         if task is None:
             # In a context of its own: it is made for all, not for the call that came first.
-            make = self._make(dict(key))
+            make = self._make(dict(key), log_level(version))
             task = asyncio.get_running_loop().create_task(make, context=contextvars.Context())
             self._kits[key] = task
             task.add_done_callback(lambda done: self._made(key, done))
@@ -83,30 +83,30 @@ class Kits:
         if (task.cancelled() or task.exception() is not None) and self._kits.get(key) is task:
             del self._kits[key]
 
-    async def _make(self, assets: Mapping[str, str]) -> Kit:
-        files = {name: await self._fetch(sha256) for name, sha256 in assets.items()}
+    async def _make(self, assets: Mapping[str, str], level: int) -> Kit:
+        files = {name: await self._fetch(sha256, level) for name, sha256 in assets.items()}
         try:
             return await asyncio.to_thread(_build, files, self._clock)
         except (ValueError, KeyError) as exc:
             _log.error("the files of a version cannot be used: %s", exc)
             raise TrunklineError(Reason.INTERNAL, "the model's tokenizer or template cannot be used") from exc
 
-    async def _fetch(self, sha256: str) -> bytes:
+    async def _fetch(self, sha256: str, level: int) -> bytes:
         for pause_s in FETCH_PAUSES_S:
             await asyncio.sleep(pause_s)
             for address in self._routers.usable():
-                data = await self._fetch_from(address, sha256)
+                data = await self._fetch_from(address, sha256, level)
                 if data is not None:
                     return data
         raise TrunklineError(Reason.NO_REPLICA, "the model's files cannot be had now", retry_after_s=1.0)
 
-    async def _fetch_from(self, address: str, sha256: str) -> bytes | None:
+    async def _fetch_from(self, address: str, sha256: str, level: int) -> bytes | None:
         """The file; None if this router does not give it."""
         try:
             async with asyncio.timeout(FETCH_S):
                 return await self._read(address, sha256)
         except (PeerLost, TrunklineError, TimeoutError) as exc:
-            _log.warning("a router does not give a model's file: %s", exc)
+            _log.log(level, "a router does not give a model's file: %s", exc)
             return None
 
     async def _read(self, address: str, sha256: str) -> bytes | None:
@@ -122,6 +122,11 @@ class Kits:
             _log.error("a router gave other bytes than those of %s", sha256)
             return None
         return bytes(data)
+
+
+def log_level(version: common_pb2.ModelVersion) -> int:
+    """Of the news that a version's files cannot be had: nothing is wrong while every replica is still loading."""
+    return logging.WARNING if version.ready_replicas else logging.INFO
 
 
 def _build(files: Mapping[str, bytes], clock: Clock) -> Kit:

@@ -18,7 +18,7 @@ from opentelemetry import trace
 
 from gateway import prompt
 from gateway.auth import Authenticator, Principal, Scope
-from gateway.catalog import Catalog
+from gateway.catalog import Catalog, unknown_model
 from gateway.embedding import Embeddings
 from gateway.generation import Generation
 from gateway.generations import Generations
@@ -132,7 +132,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
     async def GetModel(self, request: pb.GetModelRequest, context: Context) -> pb.GetModelResponse:
         """Describes one model."""
         if not self._principal(context).may_use(request.name) or not self._catalog.versions(request.name):
-            raise TrunklineError(Reason.MODEL_UNKNOWN, f"the model {request.name[:128]!r} is not known")
+            raise unknown_model(request.name)
         return pb.GetModelResponse(model=self._model(request.name))
 
     async def Resume(  # type: ignore[override]  # as Generate

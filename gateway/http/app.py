@@ -21,6 +21,7 @@ from starlette.types import ASGIApp
 
 from gateway import cursor, prompt
 from gateway.auth import Authenticator, Principal
+from gateway.catalog import unknown_model
 from gateway.http import errors, requests
 from gateway.http.core import Embedding, Embeddings, Generation, Generations, Models, Operation
 from gateway.http.forms import ChatForm, CompletionForm, Form, embeddings_body
@@ -161,7 +162,7 @@ class Faces:
         name = request.path_params["model"]
         versions = self._models.versions(name)
         if not versions or not principal.may_use(name):
-            raise TrunklineError(Reason.MODEL_UNKNOWN, f"The model {name[:128]} is not known.")
+            raise unknown_model(name)
         return _json(_model(versions[0]))
 
     async def _generate(

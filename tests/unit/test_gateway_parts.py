@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import Counter
+from collections.abc import AsyncIterator
 from typing import Any, cast
 
 import pytest
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 
 from gateway.catalog import Catalog
 from gateway.embedding import Pieces
+from gateway.kit import Kits
 from gateway.outbox import Outbox
 from gateway.pacer import Pacer
 from gateway.routers import Routers
@@ -127,6 +129,8 @@ def test_a_version_without_replicas_takes_nothing_while_another_can_and_unknown_
     with pytest.raises(TrunklineError) as caught:
         own.choose("other")
     assert caught.value.reason is Reason.MODEL_UNKNOWN
+    assert "/v1/models" in caught.value.message
+    assert "ListModels" in caught.value.message
 
 
 def test_before_any_router_has_told_of_models_none_is_called_unknown() -> None:
@@ -191,3 +195,20 @@ def piece(result: bytes, start: int, end: int, total: int | None = None) -> work
         total=len(result) if total is None else total,
         data=result[start:end],
     )
+
+
+@pytest.mark.parametrize(("ready", "level"), [(0, "INFO"), (1, "WARNING")])
+async def test_files_that_cannot_be_had_are_a_warning_unless_every_replica_still_loads(
+    ready: int, level: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Refusing:
+        async def asset(self, address: str, sha256: str) -> AsyncIterator[None]:
+            raise TrunklineError(Reason.VERSION_GONE, "no replica has this file")
+            yield
+
+    routers = Routers(Peers(None, "router", ["a:1"]), FakeClock())
+    routers.heard("a:1", draining=False)
+    kits = Kits(cast(Any, Refusing()), routers, FakeClock())
+    with caplog.at_level("INFO", logger="gateway.kit"), pytest.raises(TrunklineError, match="NO_REPLICA"):
+        await kits.get(fake.version("1", weight=1.0, ready_replicas=ready))
+    assert {record.levelname for record in caplog.records} == {level}
