@@ -9,6 +9,7 @@ from typing import Any
 from tests.chaos.client import Story
 from tests.chaos.inject import Blow
 from tests.chaos.judge import Judge
+from trunkctl.bench import measures
 
 SURVIVAL = 0.999
 HELD_UP_S = 0.5  # a wait for a token that long, while something was wrong, is a gap to recover from
@@ -16,9 +17,8 @@ MOST_SHOWN = 20
 
 
 def quantile(values: Sequence[float], share: float) -> float:
-    """The value below which `share` of `values` lie (nearest rank); 0 of none."""
-    ordered = sorted(values)
-    return ordered[min(len(ordered) - 1, int(share * len(ordered)))] if ordered else 0.0
+    """As a load's; 0 of none."""
+    return measures.quantile(values, share) if values else 0.0
 
 
 class Scorecard:

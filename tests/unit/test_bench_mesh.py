@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+import pytest
 from tokenizers import Tokenizer
 
 from tests.bench import language
-from tests.bench.mesh.__main__ import MEASURES
+from tests.bench.mesh.__main__ import MEASURES, RESULTS, _arguments
 from tests.bench.mesh.row import Row
 from tests.fakes.engine import Formula, Pace, Shape
 from workers.engine import messages as m
@@ -19,6 +22,14 @@ def test_a_row_is_met_on_the_right_side_of_its_target() -> None:
     assert Row("", "", 3.0).met is None
     assert Row("", "", None, 3.0).met is None
     assert len(MEASURES) == 9
+
+
+@pytest.mark.parametrize(
+    ("line", "out"),
+    [("", RESULTS), ("--only hop edge", None), ("--only hop --out x", Path("x")), ("--out x", Path("x"))],
+)
+def test_some_measures_alone_do_not_take_the_place_of_the_whole_result(line: str, out: Path | None) -> None:
+    assert _arguments(line.split()).out == out
 
 
 def test_the_language_is_the_same_every_time_and_its_tokenizer_gives_it_back() -> None:

@@ -1,4 +1,8 @@
-"""`python -m tests.bench.mesh [--only NAME...] [--out DIR]`: measures, prints one table, writes `mesh-rows.json`."""
+"""`python -m tests.bench.mesh [--only NAME...] [--out DIR]`: measures, prints one table, writes `mesh-rows.json`.
+
+The one rule: the kept result is of one run, with its machine and date. What only some measures found is written where
+--out says, or not at all.
+"""
 
 from __future__ import annotations
 
@@ -41,18 +45,26 @@ FILE = "mesh-rows.json"
 
 def main() -> int:
     """Measures; exit code 1 where something could not be measured, 0 whatever the figures are."""
+    args = _arguments(sys.argv[1:])
+    facts = machine_facts()
+    rows = [row for name in args.only for row in _measured(name, MEASURES[name])]
+    if args.out is not None:
+        args.out.mkdir(parents=True, exist_ok=True)
+        (args.out / FILE).write_text(json.dumps(_whole(facts, rows), indent=2, ensure_ascii=False) + "\n")
+    _show(rows)
+    return int(any(row.value is None for row in rows))
+
+
+def _arguments(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m tests.bench.mesh", description=__doc__)
     parser.add_argument(
         "--only", nargs="+", choices=MEASURES, default=list(MEASURES), metavar="NAME", help=", ".join(MEASURES)
     )
-    parser.add_argument("--out", type=Path, default=RESULTS, metavar="DIR", help="where the JSON goes (%(default)s)")
-    args = parser.parse_args()
-    facts = machine_facts()
-    rows = [row for name in args.only for row in _measured(name, MEASURES[name])]
-    args.out.mkdir(parents=True, exist_ok=True)
-    (args.out / FILE).write_text(json.dumps(_whole(facts, rows), indent=2, ensure_ascii=False) + "\n")
-    _show(rows)
-    return int(any(row.value is None for row in rows))
+    parser.add_argument("--out", type=Path, metavar="DIR", help=f"where the JSON goes ({RESULTS}; with --only nowhere)")
+    args = parser.parse_args(argv)
+    if args.out is None and set(args.only) == set(MEASURES):
+        args.out = RESULTS
+    return args
 
 
 def _measured(name: str, measure: Callable[[Path], list[Row]]) -> list[Row]:
