@@ -62,7 +62,7 @@ def _answer(mesh: Mesh, talk: inference_pb2.GenerationSpec, console: Console) ->
     except KeyboardInterrupt:
         console.print("\n(broken off)", style="dim")
     except grpc.RpcError as error:
-        console.print(explain(error), style="red", markup=False)
+        console.print(explain(error, mesh.address), style="red", markup=False)
         del talk.chat.messages[-1]
         return
     talk.chat.messages.add(role="assistant", content="".join(said))

@@ -13,7 +13,7 @@ from pathlib import Path
 import grpc
 import msgspec
 
-from trunkctl.failure import CommandError
+from trunkctl.failure import CommandError, explain
 from trunkctl.home import Home, find_home
 from trunkctl.plan import Plan
 from trunkline.common.v1 import common_pb2
@@ -28,6 +28,7 @@ MAX_MESSAGE = 16 << 20
 class Mesh:
     """An open way to a mesh."""
 
+    address: str
     stub: inference_pb2_grpc.InferenceServiceStub
     metadata: tuple[tuple[str, str], ...]
 
@@ -68,10 +69,14 @@ def connect(args: argparse.Namespace) -> Iterator[Mesh]:
 
 @contextmanager
 def open_mesh(address: str, key: str) -> Iterator[Mesh]:
-    """A channel for the length of the block; calls still open at its end are cancelled."""
+    """A channel for the length of the block; calls still open at its end are cancelled. A call that fails inside and
+    is not caught there leaves as CommandError."""
     options = [("grpc.max_receive_message_length", MAX_MESSAGE)]
     with grpc.insecure_channel(address, options=options) as channel:
-        yield Mesh(inference_pb2_grpc.InferenceServiceStub(channel), (("authorization", f"Bearer {key}"),))
+        try:
+            yield Mesh(address, inference_pb2_grpc.InferenceServiceStub(channel), (("authorization", f"Bearer {key}"),))
+        except grpc.RpcError as error:
+            raise CommandError(explain(error, address)) from error
 
 
 def local_plan(home: Home) -> Plan | None:
@@ -89,4 +94,6 @@ def read_key(home: Home, file: Path | None) -> str:
     try:
         return (file or home.dev_key).read_text().strip()
     except OSError as error:
-        raise CommandError(f"no API key: {error}; --api-key-file or TRUNKLINE_API_KEY gives one") from None
+        raise CommandError(
+            f"no API key: {error}; `make up` makes one, --api-key-file or TRUNKLINE_API_KEY gives another"
+        ) from None

@@ -19,7 +19,7 @@ MAX_TOKENS = 64
 
 
 def ask(home: Home, plan: Plan, prompt: str, clock: Clock, console: Console) -> None:
-    """Streams one greedy answer to the terminal and draws its waterfall. Raises grpc.RpcError."""
+    """Streams one greedy answer to the terminal and draws its waterfall. Raises CommandError."""
     spec = inference_pb2.GenerationSpec(
         model=plan.model, max_tokens=MAX_TOKENS, sampling=common_pb2.Sampling(temperature=0.0)
     )
@@ -27,7 +27,7 @@ def ask(home: Home, plan: Plan, prompt: str, clock: Clock, console: Console) -> 
     console.print(f"\n[bold cyan]>[/] {prompt}")
     with open_mesh(plan.grpc, read_key(home, None)) as mesh:
         answer = stream(mesh, spec, write)
-    console.print(f"\n[dim]{summary(answer)}[/]\n")
+    console.print(f"\n[dim]{summary(answer)}[/]\n", soft_wrap=True)
     trace_id = answer.started.trace_id
     draw(console, settled_spans(open_store(plan.redis_url), trace_id, clock), answer.finished.receipt)
 

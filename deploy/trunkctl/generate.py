@@ -8,7 +8,7 @@ from rich.console import Console
 
 from trunkctl.client import Mesh, add_options, connect
 from trunkctl.failure import CommandError
-from trunkctl.options import Subparsers, whole
+from trunkctl.options import Subparsers, temperature, whole
 from trunkline.common.v1 import common_pb2
 from trunkline.inference.v1 import inference_pb2
 
@@ -36,7 +36,7 @@ def add_generation_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--max-tokens", type=whole(1, 2**32 - 1), metavar="N", help="most tokens to generate (what the context leaves)"
     )
-    parser.add_argument("--temperature", type=float, metavar="T", help="softmax temperature, 0 is greedy")
+    parser.add_argument("--temperature", type=temperature, metavar="T", help="softmax temperature, 0 is greedy")
     parser.add_argument("--top-p", type=float, metavar="P", help="keep the smallest set with this probability")
     parser.add_argument("--top-k", type=whole(-1, 2**31 - 1), metavar="K", help="keep the K likeliest tokens")
     parser.add_argument("--seed", type=whole(0, 2**64 - 1), metavar="N", help="seed; the same seed draws the same text")

@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from typing import get_args
 
 import msgspec
-from rich.console import Console
 from rich.table import Table
 
 from gateway.auth import Key, KeyLimits, KeysFile, Scope
@@ -22,6 +21,7 @@ from trunkctl.failure import CommandError
 from trunkctl.generate import write
 from trunkctl.home import Home, find_home, write_private
 from trunkctl.options import Subparsers, positive, whole
+from trunkctl.tables import show_table
 
 SCOPES: tuple[Scope, ...] = get_args(Scope)
 ALPHABET = string.ascii_letters + string.digits
@@ -81,12 +81,12 @@ def run_list(args: argparse.Namespace) -> int:
     """Lists the records; there is no secret in them."""
     table = Table(box=None, header_style="dim")
     for name in ("id", "tenant", "scopes", "models", "rpm", "tpm", "concurrency", "priority", "expires"):
-        table.add_column(name, overflow="fold")
+        table.add_column(name)
     for key in read_keys(find_home(args.home)):
         limits = (key.limits.rpm, key.limits.tpm, key.limits.concurrency, key.limits.max_priority)
         words = (",".join(key.scopes), ",".join(key.models), *map(str, limits), str(key.expires_at or "never"))
         table.add_row(key.id, key.tenant, *words)
-    Console(highlight=False).print(table)
+    show_table(table)
     return 0
 
 

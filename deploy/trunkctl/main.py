@@ -9,12 +9,12 @@ import signal
 import sys
 from collections.abc import Sequence
 
-import grpc
 from rich.console import Console
 
 from shared.errors import StartError
 from trunkctl import bench, chat, generate, keys, mesh, model, request, trace
-from trunkctl.failure import CommandError, explain
+from trunkctl.failure import CommandError
+from trunkctl.options import Parser
 
 INTERRUPTED = 130
 
@@ -30,8 +30,6 @@ def run(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # so that the last flush does not complain
         return 1
-    except grpc.RpcError as error:
-        return _fail(explain(error))
     except UnicodeError:
         return _fail("the text is not valid UTF-8")
     except (CommandError, StartError, OSError) as error:
@@ -45,7 +43,7 @@ def _fail(text: str) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="trunkctl", description="Runs a Trunkline mesh here, and talks to any.")
+    parser = Parser(prog="trunkctl", description="Runs a Trunkline mesh here, and talks to any.")
     parser.add_argument("--home", metavar="DIR", help="runtime directory (TRUNKLINE_HOME, .trunkline)")
     commands = parser.add_subparsers(required=True, metavar="COMMAND", title="commands")
     for command in (mesh, model, generate, chat, trace, request, keys, bench):

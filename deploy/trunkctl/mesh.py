@@ -16,17 +16,18 @@ from rich.table import Table
 from shared.clock import SystemClock
 from trunkctl import roll
 from trunkctl.client import local_plan
-from trunkctl.failure import CommandError
+from trunkctl.failure import START_ONE, CommandError
 from trunkctl.first_answer import addresses, ask
 from trunkctl.home import Home, find_home, write_private
 from trunkctl.keys import ensure_dev_key
 from trunkctl.locked import locked
-from trunkctl.options import Subparsers, port, positive
+from trunkctl.options import Subparsers, port, positive, seconds
 from trunkctl.plan import Plan, Spec, Wish, make_plan
 from trunkctl.processes import Process, alive, read_table
 from trunkctl.processes import supervisor as supervisor_of
 from trunkctl.start import is_ready, start_supervisor, wait_ready
 from trunkctl.stop import end_mesh
+from trunkctl.tables import show_table
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
 DEFAULT_PROMPT = "What is the capital of France?"
@@ -58,7 +59,7 @@ def _add_up(commands: Subparsers) -> None:
     up.add_argument("--http-port", type=port, default=8000, metavar="PORT", help="first gateway (%(default)s)")
     up.add_argument("--grpc-port", type=port, default=50051, metavar="PORT", help="first gateway (%(default)s)")
     up.add_argument("--redis-url", metavar="URL", help="state store to use (an embedded one)")
-    up.add_argument("--timeout", type=float, default=120.0, metavar="S", help="seconds to get ready (%(default)g)")
+    up.add_argument("--timeout", type=seconds, default=120.0, metavar="S", help="seconds to get ready (%(default)g)")
     up.add_argument("--prompt", default=DEFAULT_PROMPT, help="first prompt (%(default)s)")
     up.set_defaults(run=run_up)
 
@@ -92,11 +93,11 @@ def run_status(args: argparse.Namespace) -> int:
     home, console = find_home(args.home), Console(highlight=False)
     plan = _running(home)
     if plan is None:
-        console.print("No mesh is up.")
+        console.print(f"No mesh is up; {START_ONE}.")
         return 1
     specs = {spec.name: spec for spec in plan.specs}
     states = [(process, _state(process, specs.get(process.name))) for process in read_table(home.processes)]
-    console.print(_table(states))
+    show_table(_table(states))
     return 0 if all(state == "ready" for _, state in states) else 1
 
 
@@ -164,7 +165,7 @@ def _state(process: Process, spec: Spec | None) -> str:
 def _table(states: Sequence[tuple[Process, str]]) -> Table:
     table = Table(box=None, header_style="dim")
     for name in ("name", "pid", "state", "restarts", "ports"):
-        table.add_column(name, overflow="fold")
+        table.add_column(name)
     for process, state in states:
         ports = " ".join(f"{kind}:{port}" for kind, port in process.ports.items())
         style = "green" if state == "ready" else "yellow"

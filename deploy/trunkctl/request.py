@@ -3,13 +3,13 @@
 import argparse
 
 from google.protobuf import json_format
-from rich.console import Console
 from rich.table import Table
 
 from shared.clock import SystemClock
 from trunkctl.client import CALL_TIMEOUT_S, add_options, connect
 from trunkctl.generate import write
-from trunkctl.options import Subparsers
+from trunkctl.options import Subparsers, request_id
+from trunkctl.tables import show_table
 from trunkline.common.v1 import common_pb2
 from trunkline.inference.v1 import inference_pb2
 
@@ -24,7 +24,7 @@ def add_parser(subparsers: Subparsers) -> None:
     cancel = commands.add_parser("cancel", help="cancel a request and wait until the engine has freed it")
     cancel.set_defaults(run=run_cancel)
     for command in (get, cancel):
-        command.add_argument("id", help="request id, or the client's own id with --client-id")
+        command.add_argument("id", help="request id, also as answers' `id` shows it; the client's own with --client-id")
         command.add_argument("--client-id", action="store_true", help="the id is the one the client chose")
         add_options(command)
 
@@ -37,7 +37,7 @@ def run_get(args: argparse.Namespace) -> int:
     if args.json:
         write(json_format.MessageToJson(record, preserving_proto_field_name=True) + "\n")
     else:
-        Console(highlight=False).print(_table(record))
+        show_table(_table(record))
     return 0
 
 
@@ -57,7 +57,7 @@ def state_name(state: common_pb2.RequestState) -> str:
 
 
 def _key(args: argparse.Namespace) -> dict[str, str]:
-    return {"client_request_id" if args.client_id else "request_id": args.id}
+    return {"client_request_id": args.id} if args.client_id else {"request_id": request_id(args.id)}
 
 
 def _table(record: common_pb2.RequestRecord) -> Table:

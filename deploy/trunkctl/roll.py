@@ -15,12 +15,12 @@ from rich.console import Console
 
 from shared.clock import Clock, SystemClock
 from trunkctl.client import local_plan
-from trunkctl.failure import CommandError
+from trunkctl.failure import START_ONE, CommandError
 from trunkctl.home import Home, find_home
 from trunkctl.locked import locked
 from trunkctl.logs import last_lines
-from trunkctl.options import Subparsers
-from trunkctl.plan import Plan, Spec
+from trunkctl.options import Subparsers, seconds
+from trunkctl.plan import DRAIN_MS, Plan, Spec
 from trunkctl.processes import Process, alive, kill_group, read_table, send, supervisor
 from trunkctl.start import is_ready
 
@@ -40,13 +40,15 @@ def add_parser(commands: Subparsers) -> None:
         "roll",
         help="restart every process, one after the other, while the mesh serves",
         description="Restarts workers, routers and gateways one after the other: each is drained, started again with "
-        "its present configuration file, and ready before the next one's turn. With two of a role no request fails; "
-        "of a role with one process, what is interrupted is said. The state store is not restarted.",
+        f"its present configuration file, and ready before the next one's turn. With two of each role no request fails "
+        f"that ends within a drain ({DRAIN_MS / 1000:g} s), if its client has both gateways' addresses and goes on to "
+        "the other while one restarts; a client with one address gets UNAVAILABLE in that time. Of a role with one "
+        "process, what is interrupted is said. The state store is not restarted.",
     )
     roll.add_argument("names", nargs="*", metavar="NAME", help="processes to restart, such as worker-1 (all)")
-    roll.add_argument("--grace", type=float, default=30.0, metavar="S", help="for a drain, then by force (%(default)g)")
-    roll.add_argument("--timeout", type=float, default=120.0, metavar="S", help="to get ready again (%(default)g)")
-    roll.add_argument("--pause", type=float, default=2.0, metavar="S", help="ready before the next (%(default)g)")
+    roll.add_argument("--grace", type=seconds, default=30.0, metavar="S", help="for a drain, then forced (%(default)g)")
+    roll.add_argument("--timeout", type=seconds, default=120.0, metavar="S", help="to get ready again (%(default)g)")
+    roll.add_argument("--pause", type=seconds, default=2.0, metavar="S", help="ready before the next (%(default)g)")
     roll.set_defaults(run=run_roll)
 
 
@@ -56,7 +58,7 @@ def run_roll(args: argparse.Namespace) -> int:
     with locked(home):
         plan = local_plan(home) if supervisor(read_table(home.processes)) else None
         if plan is None:
-            raise CommandError("no mesh is up")
+            raise CommandError(f"no mesh is up; {START_ONE}")
         chosen = choose(plan, args.names)
         for warning in warnings(plan, chosen):
             console.print(f"[yellow]![/] {warning}", soft_wrap=True)

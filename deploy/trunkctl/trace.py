@@ -11,9 +11,9 @@ from rich.console import Console
 from shared import keys
 from shared.clock import Clock, SystemClock
 from trunkctl.client import CALL_TIMEOUT_S, add_options, connect, local_plan
-from trunkctl.failure import CommandError
+from trunkctl.failure import START_ONE, CommandError
 from trunkctl.home import find_home
-from trunkctl.options import Subparsers
+from trunkctl.options import Subparsers, request_id
 from trunkctl.waterfall import Span, receipt_table, waterfall
 from trunkline.common.v1 import common_pb2
 from trunkline.inference.v1 import inference_pb2
@@ -31,7 +31,7 @@ def add_parser(subparsers: Subparsers) -> None:
         help="draw where a request's time went",
         description="Draws the waterfall of a request from the spans that a development mesh keeps for an hour.",
     )
-    parser.add_argument("id", help="request id or trace id")
+    parser.add_argument("id", type=request_id, help="request id, also as an answer's `id` shows it, or trace id")
     parser.add_argument("--redis-url", metavar="URL", help="store that holds the spans (that of the local mesh)")
     add_options(parser)
     parser.set_defaults(run=run)
@@ -90,7 +90,7 @@ def _store(args: argparse.Namespace) -> redis.Redis:
     plan = local_plan(find_home(args.home))
     url = args.redis_url or (plan.redis_url if plan else None)
     if url is None:
-        raise CommandError("no mesh runs here; --redis-url must name the store that holds the spans")
+        raise CommandError(f"no mesh is up here ({START_ONE}); --redis-url names another's store of spans")
     return open_store(url)
 
 

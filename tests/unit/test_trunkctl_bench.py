@@ -8,18 +8,25 @@ import statistics
 import xml.etree.ElementTree as ElementTree
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from dataclasses import replace
+from typing import Any
 
+import grpc
 import pytest
+from grpc_status import rpc_status
 from hypothesis import given
 from hypothesis import strategies as st
 
 from shared.clock import SYSTEM_CLOCK
+from shared.errors import Reason, TrunklineError, to_status
 from trunkctl.bench.clients import Failed, Target
+from trunkctl.bench.grpc_client import GrpcClient
 from trunkctl.bench.http_client import Answer, HttpClient
 from trunkctl.bench.load import Load, Pace, Share
 from trunkctl.bench.measures import Health, Outcome, Report, Slo, measure, quantile
 from trunkctl.bench.plot import draw
 from trunkctl.bench.workload import Lengths, Mix, Request, arrivals, read_lengths, request
+from trunkline.inference.v1 import inference_pb2, inference_pb2_grpc
 
 MIX = Mix(seed=3, prompt=Lengths(100, 1.0, 10, 400), output=Lengths(5), vocab=1000)
 SLO = Slo(ttft_ms=500, itl_ms=50)
@@ -262,6 +269,36 @@ async def test_a_server_that_says_nothing_times_out_and_one_that_is_not_there_is
             await ask(HttpClient(target(server.address, timeout_s=0.1)))
     with pytest.raises(Failed, match="connect: ConnectionRefusedError"):
         await ask(HttpClient(target(server.address)))
+
+
+# The gRPC client.
+
+
+class Failing(inference_pb2_grpc.InferenceServiceServicer):
+    """Fails with a reason of ours where one token is asked for, else after a piece, as a transport does."""
+
+    async def Generate(self, request: Any, context: Any) -> AsyncIterator[inference_pb2.GenerateResponse]:  # type: ignore[override]
+        if request.spec.max_tokens == 1:
+            await context.abort_with_status(
+                rpc_status.to_status(to_status(TrunklineError(Reason.NO_REPLICA, "none is up")))
+            )
+        yield inference_pb2.GenerateResponse(delta=inference_pb2.Delta(token_ids=[1]))
+        await context.abort(grpc.StatusCode.UNAVAILABLE, "Socket closed")
+
+
+async def test_a_gateway_that_is_not_there_or_leaves_is_not_counted_as_a_reason_of_the_meshs() -> None:
+    server = grpc.aio.server()
+    inference_pb2_grpc.add_InferenceServiceServicer_to_server(Failing(), server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    client = GrpcClient(replace(target(f"127.0.0.1:{port}"), addresses=(f"127.0.0.1:{port}", "127.0.0.1:1")))
+    try:
+        for number, tokens, kind in ((0, 1, "NO_REPLICA"), (0, 2, "connection lost"), (1, 1, "connect: UNAVAILABLE")):
+            with pytest.raises(Failed, match=f"^{kind}$"):
+                await client.stream(Request(number, [5, 6], tokens), lambda _: None)
+    finally:
+        await client.close()
+        await server.stop(None)
 
 
 # The loop.

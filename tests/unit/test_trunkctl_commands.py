@@ -118,6 +118,11 @@ def test_every_command_explains_itself(command: str, capsys: pytest.CaptureFixtu
         "generate x --top-k 2147483648",
         "generate x --seed 18446744073709551616",
         "generate x --seed one",
+        "generate x --temperature -0.5",
+        "mesh up --timeout -1",
+        "mesh roll --grace -1",
+        "mesh roll --timeout nan",
+        "mesh roll --pause inf",
         "keys create --tenant x --max-priority 101",
         "keys create --tenant x --expires-in-days -3",
         "keys create --tenant x --expires-in-days 1e400",
@@ -130,6 +135,18 @@ def test_wrong_usage_ends_with_2(command: str, tmp_path: Path) -> None:
         run(["--home", str(tmp_path), *command.split()])
     assert ended.value.code == 2
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("command", ["bench", "mesh roll", "keys list", "generate hello"])
+def test_an_option_that_a_command_does_not_have_is_told_with_its_own_usage(
+    command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        run([*command.split(), "--foo"])
+    err = capsys.readouterr().err
+    assert ended.value.code == 2
+    assert err.startswith(f"usage: trunkctl {command.removesuffix(' hello')} ")
+    assert "unrecognized arguments: --foo" in err
 
 
 def test_text_that_is_not_utf8_is_told_in_one_line(address: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -177,27 +194,56 @@ def test_no_mesh_no_key_and_no_model_are_told_in_one_line(
 ) -> None:
     monkeypatch.delenv("TRUNKLINE_API_KEY", raising=False)
     home = ["--home", str(tmp_path)]
-    for command, word in ((["generate", "x"], "API key"), (["mesh", "up"], "model"), (["trace", "0"], "--redis-url")):
+    for command, word in (
+        (["generate", "x"], "API key"),
+        (["mesh", "up"], "model"),
+        (["trace", "0"], "--redis-url"),
+        (["trace", "0"], "make up"),
+        (["mesh", "roll"], "make up"),
+    ):
         assert run([*home, *command]) == 1
         err = capsys.readouterr().err
         assert word in err
         assert err.count("\n") == 1
     assert run([*home, "mesh", "down"]) == 0
     assert run([*home, "mesh", "status"]) == 1
+    assert "make up" in capsys.readouterr().out
 
 
-def test_an_unreachable_mesh_is_told_in_one_line(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    "command",
+    [
+        "generate x --model m --address 127.0.0.1:1",
+        "chat --model m --address 127.0.0.1:1",
+        "request get 0 --address 127.0.0.1:1",
+        "bench --model m --address 127.0.0.1:1",
+        "bench --protocol openai-http --address http://127.0.0.1:1",
+    ],
+)
+def test_where_no_gateway_answers_its_address_is_told_and_what_starts_one(
+    command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("TRUNKLINE_API_KEY", "good")
-    assert run(["generate", "x", "--model", "m", "--address", "127.0.0.1:1"]) == 1
-    assert "UNAVAILABLE" in capsys.readouterr().err
+    monkeypatch.setattr("sys.stdin", io.StringIO("hello\n"))
+    code = run(command.split())
+    assert code == (0 if command.startswith("chat") else 1)  # a conversation goes on until its end
+    said = f"no gateway answers at {command.split()[-1]}; is a mesh up? (`make up` starts one)\n"
+    assert said in capsys.readouterr().err
 
 
 def test_a_cancel_that_nobody_confirmed_ends_with_1(address: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["request", "cancel", "freed", "--address", address]) == 0
     assert run(["request", "cancel", "other", "--address", address]) == 1
     assert capsys.readouterr().out == "CANCELLED, freed\nCANCELLED, not confirmed\n"
+
+
+@pytest.mark.parametrize("prefix", ["", "chatcmpl-", "cmpl-"])
+def test_a_request_is_found_by_the_id_that_its_answer_shows(
+    prefix: str, address: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["request", "cancel", f"{prefix}freed", "--address", address]) == 0
+    assert run(["request", "get", f"{prefix}{'ab' * 16}", "--address", address]) == 0
+    assert f" {'ab' * 16}" in capsys.readouterr().out
 
 
 def test_a_request_is_shown_as_a_table_or_as_json(address: str, capsys: pytest.CaptureFixture[str]) -> None:

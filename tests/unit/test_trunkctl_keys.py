@@ -33,6 +33,20 @@ def test_a_created_key_prints_its_secret_once_and_stores_only_the_hash(
     assert secret.rpartition("_")[2] not in capsys.readouterr().out
 
 
+def test_a_list_breaks_no_id_however_narrow_the_terminal(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "40")
+    tenant = "a-tenant-with-a-name-of-fifty-characters-and-no-more"
+    trunkctl(tmp_path, "keys", "create", "--tenant", tenant)
+    (key,) = read_keys(Home(tmp_path))
+    capsys.readouterr()
+    assert trunkctl(tmp_path, "keys", "list") == 0
+    header, line = capsys.readouterr().out.splitlines()
+    assert header.split()[-3:] == ["concurrency", "priority", "expires"]
+    assert line.split()[:2] == [key.id, tenant]
+
+
 def test_revoking_takes_out_the_named_keys_or_none_at_all(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for tenant in ("a", "b"):
         trunkctl(tmp_path, "keys", "create", "--tenant", tenant)

@@ -2,6 +2,7 @@
 
 import argparse
 import datetime
+import urllib.error
 import urllib.request
 from pathlib import Path
 from typing import Any
@@ -18,9 +19,9 @@ from trunkctl.bench.plot import draw
 from trunkctl.bench.processes import Job, run_load
 from trunkctl.bench.report import show
 from trunkctl.bench.workload import Lengths, Mix, read_lengths
-from trunkctl.failure import CommandError
+from trunkctl.failure import CommandError, unanswered
 from trunkctl.home import Home, find_home
-from trunkctl.options import Subparsers, positive, whole
+from trunkctl.options import Subparsers, positive, temperature, whole
 
 DEFAULT_SECONDS = 30.0
 FOREIGN_VOCAB = 30_000  # ids that any server's model has
@@ -70,7 +71,7 @@ def _add_mix(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--seed", type=int, default=0, metavar="N", help="of arrivals, lengths and prompts (%(default)s)"
     )
-    parser.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0 is greedy (%(default)g)")
+    parser.add_argument("--temperature", type=temperature, default=0.0, metavar="T", help="0 is greedy (%(default)g)")
     parser.add_argument("--stop-early", action="store_true", help="let answers end before the length asked for")
 
 
@@ -162,10 +163,14 @@ def _mesh_model(address: str, key: str, asked: str | None) -> tuple[str, int]:
 
 def _only_model(address: str, key: str) -> str:
     headers = {"Authorization": f"Bearer {key}"} if key else {}
-    with urllib.request.urlopen(
-        urllib.request.Request(f"{address}/v1/models", headers=headers), timeout=ANSWER_S
-    ) as said:
-        names = [model["id"] for model in msgspec.json.decode(said.read())["data"]]
+    request = urllib.request.Request(f"{address}/v1/models", headers=headers)
+    try:
+        with urllib.request.urlopen(request, timeout=ANSWER_S) as said:
+            names = [model["id"] for model in msgspec.json.decode(said.read())["data"]]
+    except urllib.error.HTTPError:
+        raise
+    except urllib.error.URLError as error:
+        raise CommandError(unanswered(address)) from error
     if len(names) != 1:
         raise CommandError(f"--model must name one of: {', '.join(names)}" if names else "the server has no model")
     return str(names[0])

@@ -27,16 +27,17 @@ class GrpcClient:
         stub = self._stubs[request.number % len(self._stubs)]
         message = inference_pb2.GenerateRequest(spec=self._spec(request))
         call: Any = stub.Generate(message, metadata=self._metadata, timeout=self._target.timeout_s)
-        told = 0
+        told, began = 0, False
         try:
             async for event in call:
+                began = True
                 match event.WhichOneof("event"):
                     case "delta" if event.delta.token_ids:  # the end alone is no piece
                         arrived(len(event.delta.token_ids))
                     case "finished":
                         told = event.finished.usage.completion_tokens
         except grpc.aio.AioRpcError as error:
-            raise Failed(str(from_rpc(error).reason)) from error
+            raise Failed(_kind(error, began)) from error
         finally:
             call.cancel()
         return told
@@ -58,3 +59,11 @@ class GrpcClient:
         else:
             spec.prompt_token_ids.ids.extend(request.prompt)
         return spec
+
+
+def _kind(error: grpc.aio.AioRpcError, began: bool) -> str:
+    """The reason that a gateway gave; what the transport says by itself is named as the HTTP client names it."""
+    known = from_rpc(error)
+    if known.metadata.get("grpc") == "UNAVAILABLE":
+        return "connection lost" if began else "connect: UNAVAILABLE"
+    return str(known.reason)
