@@ -115,6 +115,46 @@ typedef struct tl_cuda_swiglu_args {
 } tl_cuda_swiglu_args;
 TL_API tl_status tl_cuda_swiglu(const tl_cuda_swiglu_args *args, void *stream);
 
+/* Flags of tl_cuda_linear and of its plans. */
+#define TL_CUDA_FP32_OUT 2u /* out is fp32 */
+#define TL_CUDA_BIAS 4u     /* plans only: calls come with a bias */
+
+/* Most rows of a product without a plan. */
+#define TL_CUDA_SKINNY_ROWS 16
+
+/* A product by cuBLASLt: its shape, and an algorithm chosen once. One call at a time per plan. */
+typedef struct tl_cuda_linear_plan tl_cuda_linear_plan;
+
+typedef struct tl_cuda_linear_plan_args {
+  uint32_t size, flags;    /* TL_CUDA_FP32_OUT, TL_CUDA_BIAS; not both */
+  int64_t rows;            /* the most rows of a call: the algorithm is the best for just so many */
+  int64_t columns, inner;  /* multiples of 8 */
+  int64_t workspace_bytes; /* what each call brings; 32 MiB is plenty on Hopper */
+} tl_cuda_linear_plan_args;
+
+/* Choose. Allocates; not to be captured. cuBLASLt is looked for at the first plan: the copy that the process has loaded
+ * already (torch's), else where the system finds it. All plans of a process are for the device current at the first. */
+TL_API tl_status tl_cuda_linear_plan_create(const tl_cuda_linear_plan_args *args, tl_cuda_linear_plan **out);
+
+/* NULL is allowed. Graphs that captured its calls live on. */
+TL_API void tl_cuda_linear_plan_destroy(tl_cuda_linear_plan *plan);
+
+/* out[rows, columns] = x[rows, inner] * weight^T + bias, summed in fp32, rounded once.
+ * Without a plan: at most TL_CUDA_SKINNY_ROWS rows, columns a multiple of 16, inner of 64; a row's bits do not depend
+ * on the other rows or their number. With a plan: as many rows as it was made for or fewer; bits may depend on the
+ * number of rows, and TL_CUDA_PDL has no effect. */
+typedef struct tl_cuda_linear_args {
+  uint32_t size, flags;
+  const void *x;             /* [rows, inner] */
+  const void *weight;        /* [columns, inner] */
+  const void *bias;          /* [columns] or NULL */
+  void *out;                 /* [rows, columns], bf16, or fp32 with TL_CUDA_FP32_OUT */
+  tl_cuda_linear_plan *plan; /* or NULL; host memory */
+  void *workspace;           /* with a plan: its workspace_bytes, aligned to 256; not shared by streams */
+  int64_t rows, columns, inner;
+} tl_cuda_linear_args;
+TL_API tl_status tl_cuda_linear(const tl_cuda_linear_args *args, void *stream);
+
 #ifdef __cplusplus
 }
 #endif

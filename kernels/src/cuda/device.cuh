@@ -33,7 +33,7 @@ __device__ __forceinline__ void pdl_trigger() {
 #endif
 }
 
-// 16 bytes that an earlier kernel may have written. Volatile, so never moved above pdl_wait(); never the read-only
+// 16 bytes that an earlier kernel may have written. Never moved across pdl_wait(), to either side; never by the read-only
 // path, whose contract (nobody writes while this kernel lives) does not hold for a kernel that started early.
 __device__ __forceinline__ uint4 load16(const void *address) {
   uint4 v;
@@ -51,7 +51,8 @@ __device__ __forceinline__ int32_t load_int(const int32_t *address) {
   return v;
 }
 
-// 16 bytes that nothing ever writes and that many blocks read: norms, biases, tables.
+// 16 bytes that nothing ever writes and that many blocks read: norms, biases, tables. The assembler may move this below
+// a pdl_wait(): what is to be asked for before it is read with load16.
 __device__ __forceinline__ uint4 load16_constant(const void *address) {
   uint4 v;
   asm volatile("ld.global.nc.v4.u32 {%0, %1, %2, %3}, [%4];"

@@ -42,13 +42,20 @@ __global__ void __launch_bounds__(kBlock) embed_kernel(tl_cuda_embed_args a, uin
 // ---- rms_norm
 
 struct Norm {
-  bf16 *x;  // with a delta: in place
+  bf16 *x;  // written if there is a delta
   const bf16 *delta;
   const bf16 *weight;
   bf16 *out;
   int width;
+  float mean;  // 1 / width
   float eps;
 };
+
+Norm make_norm(const void *x, const void *delta, const void *weight, void *out, int64_t width, float eps) {
+  const float mean = 1.0f / static_cast<float>(width);
+  return {static_cast<bf16 *>(const_cast<void *>(x)), static_cast<const bf16 *>(delta),
+          static_cast<const bf16 *>(weight), static_cast<bf16 *>(out), static_cast<int>(width), mean, eps};
+}
 
 // One block per row, the row in registers. Thread t has vectors t and t + blockDim.x.
 template <bool kAdd>
@@ -62,7 +69,7 @@ __global__ void __launch_bounds__(kMaxThreads) norm_kernel(Norm a) {
 #pragma unroll
   for (int i = 0; i < kRowVectors; ++i) {
     const int at = threadIdx.x + i * blockDim.x;
-    if (at < vectors) weight[i] = load16_constant(a.weight + at * kVector);
+    if (at < vectors) weight[i] = load16(a.weight + at * kVector);
   }
   pdl_wait();
   float squares = 0.0f;
@@ -82,7 +89,7 @@ __global__ void __launch_bounds__(kMaxThreads) norm_kernel(Norm a) {
     for (int j = 0; j < kVector; ++j) squares += x[i][j] * x[i][j];
   }
   pdl_trigger();
-  const float scale = rsqrtf(block_sum(squares, scratch) / static_cast<float>(a.width) + a.eps);
+  const float scale = rsqrtf(block_sum(squares, scratch) * a.mean + a.eps);
 #pragma unroll
   for (int i = 0; i < kRowVectors; ++i) {
     const int at = threadIdx.x + i * blockDim.x;
@@ -206,10 +213,7 @@ tl_status tl_cuda_rms_norm(const tl_cuda_rms_norm_args *args, void *stream) {
   if (check_norm(check, a.rows, a.width) != TL_OK || a.rows == 0) return check.status();
   check.present(a.x, a.weight, a.out);
   if (!check.vectors(a.x, a.weight, a.out).ok()) return check.status();
-  bf16 *const x = static_cast<bf16 *>(const_cast<void *>(a.x));  // only read without a delta
-  const Norm norm = {x, nullptr, static_cast<const bf16 *>(a.weight), static_cast<bf16 *>(a.out),
-                     static_cast<int>(a.width), a.eps};
-  return launch_norm<false>(norm, a.rows, stream, a.flags);
+  return launch_norm<false>(make_norm(a.x, nullptr, a.weight, a.out, a.width, a.eps), a.rows, stream, a.flags);
 }
 
 tl_status tl_cuda_add_rms_norm(const tl_cuda_add_rms_norm_args *args, void *stream) {
@@ -219,9 +223,7 @@ tl_status tl_cuda_add_rms_norm(const tl_cuda_add_rms_norm_args *args, void *stre
   if (check_norm(check, a.rows, a.width) != TL_OK || a.rows == 0) return check.status();
   check.present(a.x, a.delta, a.weight, a.out);
   if (!check.vectors(a.x, a.delta, a.weight, a.out).ok()) return check.status();
-  const Norm norm = {static_cast<bf16 *>(a.x),  static_cast<const bf16 *>(a.delta), static_cast<const bf16 *>(a.weight),
-                     static_cast<bf16 *>(a.out), static_cast<int>(a.width),         a.eps};
-  return launch_norm<true>(norm, a.rows, stream, a.flags);
+  return launch_norm<true>(make_norm(a.x, a.delta, a.weight, a.out, a.width, a.eps), a.rows, stream, a.flags);
 }
 
 tl_status tl_cuda_rope_cache(const tl_cuda_rope_cache_args *args, void *stream) {
