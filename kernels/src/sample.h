@@ -130,7 +130,7 @@ TL_BOTH double exponential(double x) {
   const double whole = add(shifted, -to_integer);
   const double rest = fma(whole, -ln2_low, fma(whole, -ln2_high, x));  // at most ln(2) / 2 from 0
   double sum = series[0];
-#if defined(__CUDACC__)
+#if defined(__CUDA_ARCH__)
 #pragma unroll
 #endif
   for (int i = 1; i < 14; ++i) sum = fma(sum, rest, series[i]);
