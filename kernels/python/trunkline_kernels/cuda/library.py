@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import ctypes
 import functools
+from collections.abc import Sequence
 from ctypes import Structure, byref, c_char_p, c_int32, c_uint32, c_void_p, sizeof
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from trunkline_kernels.cuda.build import build_key, library_path
 from trunkline_kernels.library import KernelError, KernelsMissing
@@ -23,7 +24,7 @@ Address = int
 class Args(Structure):
     """What every argument struct begins with."""
 
-    _fields_ = (("size", c_uint32), ("flags", c_uint32))
+    _fields_: ClassVar[Sequence[tuple[str, Any]]] = (("size", c_uint32), ("flags", c_uint32))
 
 
 AnyArgs = TypeVar("AnyArgs", bound=Args)
