@@ -22,6 +22,8 @@ WORKERS ?= 1
 ROUTERS ?= 1
 GATEWAYS ?= 1
 DETACH ?=
+SHAPE ?= 8b
+MODE ?= fused
 
 .PHONY: help
 help: ## print this list
@@ -83,7 +85,7 @@ $(MODEL)/manifest.json: | $(VENV)/.packages kernels
 
 SEEDS ?= 1000
 
-.PHONY: test test-quick test-e2e test-many test-sim test-sim-mutations chaos bench bench-mesh
+.PHONY: test test-quick test-e2e test-many test-sim test-sim-mutations chaos bench bench-mesh bench-engine
 test: setup ## the whole suite
 	@$(RUN) -m pytest tests
 
@@ -113,6 +115,9 @@ bench: setup ## the engine alone, then the whole mesh, on this machine; results 
 
 bench-mesh: setup ## the mesh rows of the targets, with the latency-model engine; results in tests/bench/results
 	@$(RUN) -m tests.bench.mesh
+
+bench-engine: setup ## the engine's rows of the targets on a GPU, random weights (SHAPE=8b|1b|135m MODE=); tests/bench/results/h200
+	@$(RUN) -m tests.bench.engine_gpu --shape $(SHAPE) --kernel-mode $(MODE)
 
 ##@ Check, and mend what can be mended
 

@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 
 from shared.clock import SYSTEM_CLOCK
-from tests.bench.facts import machine_facts
+from tests.bench.facts import machine_facts, write_result
 from workers.app import SPINS
 from workers.engine import messages as m
 from workers.engine.batch import KVCache
@@ -153,9 +153,7 @@ def main() -> None:
         return
     facts = machine_facts()
     rows = [_in_a_process(args.model, mode, args.threads, args.runs) for mode in MODES]
-    result = {"machine": facts, "command": "make bench", "gates": GATES, "rows": rows}
-    RESULT.parent.mkdir(parents=True, exist_ok=True)
-    RESULT.write_text(json.dumps(result, indent=2) + "\n")
+    write_result(RESULT, facts, "make bench", rows, gates=GATES)
     for key in rows[0]:
         gate = f"   gate ≥ {GATES[key]:g}" if key in GATES else ""
         sys.stdout.write(f"{key:<28}" + "".join(f"{row[key]!s:>20}" for row in rows) + gate + "\n")

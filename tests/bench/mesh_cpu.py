@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import statistics
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from tests.bench.facts import machine_facts
+from tests.bench.facts import machine_facts, write_result
 from tests.e2e.harness import Answer, Mesh, clients, spec
 from trunkline.inference.v1 import inference_pb2
 
@@ -78,8 +77,7 @@ def main() -> None:
             rows.append(_row("16 at once", asyncio.run(_at_once(mesh, 16))))
         finally:
             mesh.stop()
-    RESULT.parent.mkdir(parents=True, exist_ok=True)
-    RESULT.write_text(json.dumps({"machine": machine_facts(), "command": "make bench", "rows": rows}, indent=2) + "\n")
+    write_result(RESULT, machine_facts(), "make bench", rows)
     for key in rows[0]:
         cells = [f"{row[key]:>20.2f}" if isinstance(row[key], float) else f"{row[key]:>20}" for row in rows]
         print(f"{key:<24}" + "".join(cells))  # noqa: T201
