@@ -118,27 +118,23 @@ TL_BOTH float penalise(float score, int32_t count, const tl_sample_row &row) {
 
 constexpr double kUnit = 0x1p-45;  // of a weight; the best id weighs 2^45, and 2^18 of them fit in 64 bits
 
-// exp(x) for x <= 0, -INFINITY included; the error is below 1 unit in the last place. exp(0) is 1.
+constexpr double kNothing = -32.0;  // exp of less is less than half a unit: no unit
+
+// exp(x) for x from kNothing to 0; the error is below 1 unit in the last place. exp(0) is 1.
 TL_BOTH double exponential(double x) {
   constexpr double log2e = 0x1.71547652b82fep+0, ln2_high = 0x1.62e42fefa38p-1, ln2_low = 0x1.ef35793c7673p-45;
-  constexpr double to_integer = 0x1.8p+52;                  // added, it leaves an integer in the low bits
+  constexpr double to_integer = 0x1.8p+52;  // added and taken off again, it rounds to an integer
   constexpr double series[] = {1.0 / 6227020800, 1.0 / 479001600, 1.0 / 39916800, 1.0 / 3628800, 1.0 / 362880,
                                1.0 / 40320,      1.0 / 5040,      1.0 / 720,      1.0 / 120,     1.0 / 24,
                                1.0 / 6,          1.0 / 2,         1.0,            1.0};  // 1 / 13! ... 1 / 0!
-  x = x < -800.0 ? -800.0 : x;  // exp of it is 0 in fp64
-  const double shifted = fma(x, log2e, to_integer);
-  const double whole = add(shifted, -to_integer);
-  const double rest = fma(whole, -ln2_low, fma(whole, -ln2_high, x));  // at most ln(2) / 2 from 0
+  const double power = add(fma(x, log2e, to_integer), -to_integer);
+  const double rest = fma(power, -ln2_low, fma(power, -ln2_high, x));  // at most ln(2) / 2 from 0
   double sum = series[0];
 #if defined(__CUDA_ARCH__)
 #pragma unroll
 #endif
   for (int i = 1; i < 14; ++i) sum = fma(sum, rest, series[i]);
-  // 2^whole may be too small for fp64: two factors that are not.
-  const int32_t power = static_cast<int32_t>(whole), half = power >> 1;
-  const double first = bits_as<double>(static_cast<int64_t>(half + 1023) << 52);
-  const double second = bits_as<double>(static_cast<int64_t>(power - half + 1023) << 52);
-  return multiply(multiply(sum, first), second);
+  return multiply(sum, bits_as<double>(static_cast<int64_t>(static_cast<int32_t>(power) + 1023) << 52));
 }
 
 // Multiples of kUnit in a weight from 0 to 1, to nearest: at 128 a unit in the last place is 2^-45.
@@ -153,7 +149,9 @@ struct Weights {
 
   TL_BOTH uint64_t of(float score, int32_t id) const {
     if (rank_of(score, id) < border) return 0;
-    const double weight = exponential(add(score, -best) / temperature);
+    const double exponent = add(score, -best) / temperature;
+    if (exponent < kNothing) return 0;
+    const double weight = exponential(exponent);
     return weight >= min_p ? in_units(weight) : 0;
   }
 };

@@ -53,6 +53,7 @@ tl_status tl_cuda_init(void) {
   constexpr tl_status (*files[])() = {
       tl::cuda::init_rows,
       tl::cuda::init_linear,
+      tl::cuda::init_sample,
   };
   for (const auto init : files) {
     const tl_status status = init();

@@ -56,6 +56,11 @@ def build_key() -> str:
     return digest.hexdigest()[:24]
 
 
+def is_current(key: str) -> bool:
+    """Whether a library's key is that of the sources; where there are no sources (in a wheel), any is."""
+    return not _units() or key == build_key()
+
+
 def build(target: Path | None = None, report: Callable[[str], object] = lambda text: None) -> bool:
     """Build the library unless it is current; True if it was built. Raises BuildError.
 
@@ -87,7 +92,8 @@ def _units() -> list[Path]:
 
 def _headers() -> list[Path]:
     own = (path for pattern in ("*.h", "*.cuh") for path in (SOURCES / "src" / "cuda").glob(pattern))
-    return sorted((*own, SOURCES / "src" / "abi" / "check.h", *(SOURCES / "include").glob("*.h")))
+    shared = (path for folder in ("src", "src/abi", "include") for path in (SOURCES / folder).glob("*.h"))
+    return sorted((*own, *shared))
 
 
 def _compile(nvcc: str, unit: Path, scratch: Path) -> tuple[Path, str]:
