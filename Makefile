@@ -43,11 +43,14 @@ status: $(VENV)/.packages ## show the processes of the mesh
 
 ##@ Set-up
 
-.PHONY: setup kernels model clean
+.PHONY: setup kernels kernels-cuda model clean
 setup: $(VENV)/.packages kernels model ## everything the mesh and the tests need; quick when run again
 
 kernels: $(VENV)/.packages ## build the native kernels for this processor, unless they are current
 	@$(RUN) -m trunkline_kernels.build
+
+kernels-cuda: $(VENV)/.packages ## build the CUDA kernels, unless they are current; no GPU is needed, and without nvcc it is skipped
+	@$(RUN) -m trunkline_kernels.cuda.build
 
 model: $(MODEL)/manifest.json ## fetch and convert the model the mesh serves by default
 
@@ -84,9 +87,10 @@ $(MODEL)/manifest.json: | $(VENV)/.packages kernels
 ##@ Test
 
 SEEDS ?= 1000
+GPU_PYTHON ?= python3
 
-.PHONY: test test-quick test-e2e test-many test-sim test-sim-mutations chaos bench bench-mesh bench-engine
-test: setup ## the whole suite
+.PHONY: test test-quick test-e2e test-gpu test-many test-sim test-sim-mutations chaos bench bench-mesh bench-engine
+test: setup kernels-cuda ## the whole suite; tests that need a GPU are skipped where none is
 	@$(RUN) -m pytest tests
 
 test-quick: setup ## unit and property tests
@@ -94,6 +98,12 @@ test-quick: setup ## unit and property tests
 
 test-e2e: setup ## the tests that run a whole mesh of real processes
 	@$(RUN) -m pytest tests/e2e
+
+# Needs of Python no more than torch for CUDA and pytest, so that a bare GPU machine will do.
+test-gpu: ## the CUDA kernels on a GPU, which must be there (GPU_PYTHON=)
+	@PYTHONPATH=.:kernels/python $(GPU_PYTHON) -m trunkline_kernels.cuda.build
+	@TRUNKLINE_TEST_GPU=1 PYTHONPATH=.:kernels/python $(GPU_PYTHON) -m pytest -c /dev/null --rootdir=. \
+		--confcutdir=tests/gpu --import-mode=importlib -p no:cacheprovider -ra tests/gpu
 
 test-many: setup ## 1,000 disconnects and resumes, 1,000 keys asked three times while a gateway dies
 	@TRUNKLINE_TEST_RESUMES=1000 $(RUN) -m pytest tests/contract/test_gateway_resume.py -k many

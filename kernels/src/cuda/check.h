@@ -16,17 +16,24 @@ class ArgsCheck : public Check {
     require((args->flags & ~known_flags) == 0, TL_ERROR_VERSION);
   }
 
+  // As in Check, and can be followed by what is below.
+  template <typename... Pointers>
+  ArgsCheck &present(const Pointers *...pointers) {
+    return Check::present(pointers...), *this;
+  }
+  ArgsCheck &count(int64_t value, int64_t least) { return Check::count(value, least), *this; }
+  ArgsCheck &fits(bool holds) { return Check::fits(holds), *this; }
+  ArgsCheck &require(bool holds, tl_status otherwise) { return Check::require(holds, otherwise), *this; }
+
   // Device arrays that are read or written 16 bytes at a time. NULL passes: present() speaks about that.
   template <typename... Pointers>
   ArgsCheck &vectors(const Pointers *...pointers) {
-    require((... && (reinterpret_cast<uintptr_t>(pointers) % 16 == 0)), TL_ERROR_ALIGNMENT);
-    return *this;
+    return require((... && (reinterpret_cast<uintptr_t>(pointers) % 16 == 0)), TL_ERROR_ALIGNMENT);
   }
   // Device arrays of int32 or fp32.
   template <typename... Pointers>
   ArgsCheck &words(const Pointers *...pointers) {
-    require((... && (reinterpret_cast<uintptr_t>(pointers) % 4 == 0)), TL_ERROR_ALIGNMENT);
-    return *this;
+    return require((... && (reinterpret_cast<uintptr_t>(pointers) % 4 == 0)), TL_ERROR_ALIGNMENT);
   }
 };
 

@@ -237,8 +237,8 @@ tl_status tl_cuda_rope_cache(const tl_cuda_rope_cache_args *args, void *stream) 
   if (!check.ok() || a.rows == 0) return check.status();
   const int64_t items = a.rows * (a.heads + 2 * a.kv_heads) * (a.head_dim / (2 * kVector));
   check.require(items <= kMaxItems, TL_ERROR_SIZE);
-  check.present(a.positions, a.slots, a.cosines, a.sines, a.qkv, a.keys, a.values);
-  if (!check.words(a.positions, a.slots).vectors(a.cosines, a.sines, a.qkv, a.keys, a.values).ok()) return check.status();
+  check.present(a.positions, a.slots, a.cosines, a.sines, a.qkv, a.keys, a.values).words(a.positions, a.slots);
+  if (!check.vectors(a.cosines, a.sines, a.qkv, a.keys, a.values).ok()) return check.status();
   return launch(rope_cache_kernel, {blocks_of(items), kBlock}, stream, a.flags, a, items);
 }
 

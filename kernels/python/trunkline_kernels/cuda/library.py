@@ -13,7 +13,7 @@ from ctypes import Structure, byref, c_char_p, c_int32, c_uint32, c_void_p, size
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
-from trunkline_kernels.cuda.build import build_key, library_path
+from trunkline_kernels.cuda.build import is_current, library_path
 from trunkline_kernels.library import KernelError, KernelsMissing
 
 ABI_VERSION = 1
@@ -42,7 +42,7 @@ def library() -> ctypes.CDLL:
     if not path.exists():
         raise KernelsMissing(f"the CUDA kernels are not built ({path.name} is missing): run make kernels-cuda")
     opened = open_library(path)
-    if opened.tl_cuda_build_key().decode() != build_key():
+    if not is_current(opened.tl_cuda_build_key().decode()):
         raise KernelsMissing("the CUDA kernels were built from other sources: run make kernels-cuda")
     return opened
 
