@@ -54,6 +54,8 @@ tl_status tl_cuda_init(void) {
       tl::cuda::init_rows,
       tl::cuda::init_linear,
       tl::cuda::init_sample,
+      tl::cuda::init_attention_decode,
+      tl::cuda::init_attention_prefill,
   };
   for (const auto init : files) {
     const tl_status status = init();

@@ -355,20 +355,11 @@ tl_status launch_prefill(const tl_cuda_attention_prefill_args &args, int64_t blo
                 args.query_starts, args.spans, args.rows);
 }
 
-template <int kDim>
-tl_status prepare_prefill() {
-  const tl_status status = prepare(attention_prefill<kDim>, Layout<kDim>::kBytes);
-  if (status != TL_OK) return status;
-  return checked(cudaFuncSetAttribute(attention_prefill<kDim>, cudaFuncAttributePreferredSharedMemoryCarveout,
-                                      kPrefillCarveout),
-                 TL_ERROR_DEVICE);
-}
-
 }  // namespace
 
 tl_status init_attention_prefill() {
-  const tl_status status = prepare_prefill<64>();
-  return status != TL_OK ? status : prepare_prefill<128>();
+  const tl_status status = prepare(attention_prefill<64>, Layout<64>::kBytes, kPrefillCarveout);
+  return status != TL_OK ? status : prepare(attention_prefill<128>, Layout<128>::kBytes, kPrefillCarveout);
 }
 
 }  // namespace tl::cuda

@@ -36,8 +36,8 @@ inline tl_status checked(cudaError_t error, tl_status otherwise) {
 // Once per process and device, before any capture: the carve-out, and leave to use `shared` bytes a block. A GPU for
 // which a file was not compiled keeps its other kernels: launches of this one fail.
 template <typename... Parameters>
-tl_status prepare(void (*kernel)(Parameters...), size_t shared = 0) {
-  cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, kSharedCarveout);
+tl_status prepare(void (*kernel)(Parameters...), size_t shared = 0, int carveout = kSharedCarveout) {
+  cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, carveout);
   if (error == cudaErrorNoKernelImageForDevice || error == cudaErrorInvalidDeviceFunction)
     return checked(error, TL_OK);
   if (error == cudaSuccess && shared > 0)
@@ -74,6 +74,8 @@ tl_status launch(void (*kernel)(Parameters...), const Shape &shape, void *stream
 tl_status init_rows();
 tl_status init_linear();
 tl_status init_sample();
+tl_status init_attention_decode();
+tl_status init_attention_prefill();
 
 }  // namespace tl::cuda
 
