@@ -99,7 +99,7 @@ struct Fetch {
 
   const CUtensorMap *keys, *values;
   const int32_t *table;
-  Keys wanted;
+  const Keys &wanted;
   int pages, kv_heads, kv_head, lane;
   int page;  // of the tile to come, in lanes 0 .. kTilePages
 
@@ -118,7 +118,7 @@ struct Fetch {
 #pragma unroll
     for (int index = 0; index < kTilePages; ++index) count += needs(tile, index);
     if (lane == 0) barrier_expect(barrier, count * 2 * Panels::kPanels * kBoxBytes);
-#pragma unroll
+#pragma unroll 1
     for (int index = 0; index < kTilePages; ++index) {
       const int id = __shfl_sync(kAllLanes, page, index);
       if (lane != 0 || !needs(tile, index)) continue;

@@ -145,7 +145,8 @@ struct Worker {
     for (int head = 0; head < 2; ++head) {
       float top = fmaxf(logits[head], logits[head + 2]);
 #pragma unroll
-      for (int distance = 4; distance < kWarp; distance *= 2) top = fmaxf(top, __shfl_xor_sync(kAllLanes, top, distance));
+      for (int distance = 4; distance < kWarp; distance *= 2)
+        top = fmaxf(top, __shfl_xor_sync(kAllLanes, top, distance));
       const float now = fmaxf(best[head], top), keep = shrink(best[head], now, 1.0f);
       best[head] = now;
       logits[head] = exp2_fast(logits[head] - now);

@@ -18,10 +18,26 @@ constexpr int kWarps = 4;
 constexpr int kThreads = kWarps * kWarp;
 constexpr int kWarpRows = 32;
 constexpr int kRows = kWarps * kWarpRows;
-constexpr int kSlabs = kWarpRows / 16;         // a warp's rows by sixteens
-constexpr int kStages = 2;                     // tiles of keys and values in shared memory
-constexpr int kBlocksPerMultiprocessor = 2;    // so that one computes while the other waits
-constexpr int kPrefillCarveout = 100;          // per cent: two blocks need 194 KiB
+constexpr int kSlabs = kWarpRows / 16;       // a warp's rows by sixteens
+constexpr int kKeysAtOnce = 32;              // keys between two looks at the best products; 64 spills
+constexpr int kStages = 2;                   // tiles of keys and values in shared memory
+constexpr int kBlocksPerMultiprocessor = 2;  // one computes while the other waits
+constexpr int kPrefillCarveout = 100;        // per cent: two blocks need 195 KiB
+
+// One block's rows: [first, last] of the queries * group rows that a span has.
+struct Rows {
+  int span, start, queries;  // start: the span's first row of q
+  int first, last;           // last < 0: there are none
+  int position;              // of the span's first query
+};
+
+// What a block does. It lies in shared memory: registers are for sums.
+struct Plan {
+  Rows rows;
+  Keys wanted;          // what the block's rows see
+  Keys seen[kWarps];    // what a warp's rows see
+  Keys common[kWarps];  // ... all of them
+};
 
 template <int kDim>
 struct Layout {
@@ -30,14 +46,8 @@ struct Layout {
   static constexpr int kStageBytes = 2 * Panels::kBytes;  // keys, values
   static constexpr int kRingAt = Queries::kBytes;
   static constexpr int kBarriersAt = kRingAt + kStages * kStageBytes;
-  static constexpr int kBytes = kBarriersAt + kStages * 16;
-};
-
-// One block's rows: [first, last] of the queries * group rows that a span has.
-struct Rows {
-  int span, start, queries;  // start: the span's first row of q
-  int first, last;
-  int position;  // of the span's first query
+  static constexpr int kPlanAt = kBarriersAt + kStages * 16;
+  static constexpr int kBytes = kPlanAt + sizeof(Plan);
 };
 
 struct Queries {
@@ -49,12 +59,10 @@ __device__ __forceinline__ Queries queries_of(const int32_t *query_starts, int s
   return {start, min(max(load_int(query_starts + span + 1), start), rows) - start};
 }
 
-// Finds block `index` of all spans' blocks, counted from the last span's last: long walks go first. False if there is
-// none. All warps look it up, 32 spans at a time.
-__device__ __forceinline__ bool find_rows(const int32_t *query_starts, int spans, int rows, int group, int index,
-                                          Rows &out) {
+// Warp: block `index` of all spans' blocks, counted from the last span's last, so that long walks go first.
+__device__ __forceinline__ Rows find_rows(const int32_t *query_starts, int spans, int rows, int group, int index) {
   const int lane = threadIdx.x % kWarp;
-  for (int end = spans; end > 0; end -= kWarp) {
+  for (int end = spans; end > 0; end -= kWarp) {  // 32 spans at a time
     const int span = end - 1 - lane;
     const Queries queries = span >= 0 ? queries_of(query_starts, span, rows) : Queries{0, 0};
     const int blocks = (queries.count * group + kRows - 1) / kRows;
@@ -67,17 +75,33 @@ __device__ __forceinline__ bool find_rows(const int32_t *query_starts, int spans
     const unsigned reached = __ballot_sync(kAllLanes, index < upto);
     if (reached != 0) {
       const int owner = __ffs(reached) - 1;
-      const int block = __shfl_sync(kAllLanes, upto, owner) - 1 - index;
-      out.span = end - 1 - owner;
-      out.start = __shfl_sync(kAllLanes, queries.start, owner);
-      out.queries = __shfl_sync(kAllLanes, queries.count, owner);
-      out.first = block * kRows;
-      out.last = min(out.first + kRows, out.queries * group) - 1;
-      return true;
+      const int first = (__shfl_sync(kAllLanes, upto, owner) - 1 - index) * kRows;
+      const int start = __shfl_sync(kAllLanes, queries.start, owner);
+      const int count = __shfl_sync(kAllLanes, queries.count, owner);
+      return {end - 1 - owner, start, count, first, min(first + kRows, count * group) - 1, 0};
     }
     index -= __shfl_sync(kAllLanes, upto, kWarp - 1);
   }
-  return false;
+  return {0, 0, 0, 0, -1, 0};
+}
+
+// Warp: the plan of block `index`.
+__device__ __forceinline__ void make_plan(const Sequences &sequences, const Heads &heads, const int32_t *query_starts,
+                                          int spans, int all_rows, int index, Plan *plan) {
+  const int lane = threadIdx.x % kWarp;
+  Rows rows = find_rows(query_starts, spans, all_rows, heads.group, index);
+  rows.position = context_length(sequences, rows.span) - rows.queries;
+  const auto position = [&](int row) { return rows.position + row / heads.group; };
+  if (lane == 0) {
+    plan->rows = rows;
+    plan->wanted = visible(position(rows.first), position(rows.last), heads.window);
+  }
+  if (lane >= kWarps) return;
+  const int first = rows.first + lane * kWarpRows, last = min(first + kWarpRows - 1, rows.last);
+  const bool any = first <= last;
+  plan->seen[lane] = any ? visible(position(first), position(last), heads.window) : Keys{0, 0};
+  plan->common[lane] =
+      any ? Keys{visible(position(last), position(last), heads.window).first, position(first) + 1} : Keys{0, 0};
 }
 
 // Calls move(offset in shared memory, row of q and out, its head) for each 16 bytes of a warp's rows.
@@ -98,12 +122,11 @@ template <int kDim>
 struct Walk {
   using Panels = Tile<kTileTokens, kDim>;
   static constexpr int kBlocks = kDim / 16;
-  static constexpr int kKeyBlocks = kTileTokens / 16;
+  static constexpr int kKeyBlocks = kKeysAtOnce / 16;
 
   int lane;
   uint32_t queries;           // the warp's first row in shared memory
-  Keys wanted;                // what the block fetches
-  const Rows &rows;
+  const Plan &plan;
   const Heads &heads;
   int first;                  // the warp's first row in the block
   float best[kSlabs][2];      // the largest product so far
@@ -127,6 +150,13 @@ struct Walk {
   // Takes in a tile, whose first key is `key`. kMasked: some row does not see all of it.
   template <bool kMasked>
   __device__ __forceinline__ void tile(uint32_t keys, uint32_t values, int key) {
+#pragma unroll 1  // unrolled, registers run out
+    for (int row = 0; row < kTileTokens; row += kKeysAtOnce)
+      take<kMasked>(keys + row * kRowBytes, values + row * kRowBytes, key + row);
+  }
+
+  template <bool kMasked>
+  __device__ __forceinline__ void take(uint32_t keys, uint32_t values, int key) {
     float products[kSlabs][2 * kKeyBlocks][4] = {};
     multiply(keys, products);
     const float factor = cap(heads.scores, reinterpret_cast<float(&)[kSlabs * 2 * kKeyBlocks * 4]>(products));
@@ -161,8 +191,8 @@ struct Walk {
     for (int slab = 0; slab < kSlabs; ++slab)
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const int row = rows.first + first + slab * 16 + half * 8 + lane / 4;
-        const int position = row <= rows.last ? rows.position + row / heads.group : -1;
+        const int row = plan.rows.first + first + slab * 16 + half * 8 + lane / 4;
+        const int position = row <= plan.rows.last ? plan.rows.position + row / heads.group : -1;
         const Keys seen = visible(position, position, heads.window);
 #pragma unroll
         for (int part = 0; part < 2 * kKeyBlocks; ++part)
@@ -226,7 +256,8 @@ struct Walk {
           a[slab][i] = pack(from[i % 2 * 2], from[i % 2 * 2 + 1]);
         }
       const int first = key + part * 16 + lane % 4 * 2;
-      const uint32_t upper = kMasked ? wanted_bits(wanted, first) : 0, lower = kMasked ? wanted_bits(wanted, first + 8) : 0;
+      const uint32_t upper = kMasked ? wanted_bits(plan.wanted, first) : 0;
+      const uint32_t lower = kMasked ? wanted_bits(plan.wanted, first + 8) : 0;
 #pragma unroll
       for (int block = 0; block < kBlocks; ++block) {
         uint32_t b[4];
@@ -282,19 +313,17 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor)
     barriers_ready();
   }
   pdl_trigger();
-  __syncthreads();
   pdl_wait();
-
+  Plan &plan = *reinterpret_cast<Plan *>(shared + Shared::kPlanAt);
   const int kv_head = blockIdx.x % heads.kv_heads, group = heads.group;
-  Rows rows;
-  if (!find_rows(query_starts, spans, all_rows, group, blockIdx.x / heads.kv_heads, rows)) return;
-  rows.position = context_length(sequences, rows.span) - rows.queries;
-  const Keys wanted = visible(rows.position + rows.first / group, rows.position + rows.last / group, heads.window);
-  const int first_tile = wanted.first_tile(), end_tile = wanted.end_tile();
+  if (warp == 0) make_plan(sequences, heads, query_starts, spans, all_rows, blockIdx.x / heads.kv_heads, &plan);
+  __syncthreads();
+  if (plan.rows.last < 0) return;
+  const int first_tile = plan.wanted.first_tile(), end_tile = plan.wanted.end_tile();
 
   const auto keys_at = [=](int stage) { return base + Shared::kRingAt + stage * Shared::kStageBytes; };
-  const int32_t *table = sequences.block_tables + static_cast<int64_t>(rows.span) * sequences.table_width;
-  Fetch<kDim> fetch{&maps.keys, &maps.values, table, wanted, sequences.pages, heads.kv_heads, kv_head, lane, 0};
+  const int32_t *table = sequences.block_tables + static_cast<int64_t>(plan.rows.span) * sequences.table_width;
+  Fetch<kDim> fetch{&maps.keys, &maps.values, table, plan.wanted, sequences.pages, heads.kv_heads, kv_head, lane, 0};
   const auto start = [&](int tile, int stage) {
     fetch.start(tile, keys_at(stage), keys_at(stage) + Shared::Panels::kBytes, full(stage));
     fetch.look_up(tile + 1);
@@ -306,20 +335,13 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor)
   }
 
   const int first_row = warp * kWarpRows, first_head = kv_head * group;
-  each_chunk<kDim>(rows, group, first_row, lane, [&](uint32_t at, int64_t row, int head, int column, bool real) {
+  each_chunk<kDim>(plan.rows, group, first_row, lane, [&](uint32_t at, int64_t row, int head, int column, bool real) {
     const uint16_t *from = heads.q + row * heads.q_stride + (first_head + head) * kDim + column;
     store_shared16(base + at, real ? load16(from) : make_uint4(0, 0, 0, 0));
   });
   __syncwarp();
 
-  // The keys that this warp's rows see: none of them if they are none.
-  const int warp_first = rows.first + first_row, warp_last = min(warp_first + kWarpRows - 1, rows.last);
-  const int first_position = rows.position + warp_first / group, last_position = rows.position + warp_last / group;
-  const Keys seen = warp_first <= rows.last ? visible(first_position, last_position, heads.window) : Keys{0, 0};
-  // ... and those that all of them see.
-  const Keys common{visible(last_position, last_position, heads.window).first, first_position + 1};
-
-  Walk<kDim> walk{lane, base + first_row * kRowBytes, wanted, rows, heads, first_row};
+  Walk<kDim> walk{lane, base + first_row * kRowBytes, plan, heads, first_row};
   walk.begin();
   for (int tile = first_tile; tile < end_tile; ++tile) {
     const int turn = tile - first_tile, stage = turn % kStages, other = stage ^ 1;
@@ -330,16 +352,16 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor)
     barrier_wait(full(stage), turn / kStages & 1);
     const int key = tile * kTileTokens;
     const uint32_t keys = keys_at(stage), values = keys + Shared::Panels::kBytes;
-    if (common.covers(key, kTileTokens))
+    if (plan.common[warp].covers(key, kTileTokens))
       walk.template tile<false>(keys, values, key);
-    else if (seen.touches(key, kTileTokens))
+    else if (plan.seen[warp].touches(key, kTileTokens))
       walk.template tile<true>(keys, values, key);
     __syncwarp();
     if (lane == 0) barrier_arrive(empty(stage));
   }
   walk.end();
   __syncwarp();
-  each_chunk<kDim>(rows, group, first_row, lane, [&](uint32_t at, int64_t row, int head, int column, bool real) {
+  each_chunk<kDim>(plan.rows, group, first_row, lane, [&](uint32_t at, int64_t row, int head, int column, bool real) {
     uint16_t *to = heads.out + (row * heads.heads + first_head + head) * kDim + column;
     if (real) store16(to, load_shared16(base + at));
   });
