@@ -89,7 +89,7 @@ $(MODEL)/manifest.json: | $(VENV)/.packages kernels
 SEEDS ?= 1000
 GPU_PYTHON ?= python3
 
-.PHONY: test test-quick test-e2e test-gpu test-many test-sim test-sim-mutations chaos bench bench-mesh bench-engine
+.PHONY: test test-quick test-e2e test-gpu test-many test-sim test-sim-mutations chaos bench bench-mesh bench-engine bench-online
 test: setup kernels-cuda ## the whole suite; tests that need a GPU are skipped where none is
 	@$(RUN) -m pytest tests
 
@@ -126,8 +126,11 @@ bench: setup ## the engine alone, then the whole mesh, on this machine; results 
 bench-mesh: setup ## the mesh rows of the targets, with the latency-model engine; results in tests/bench/results
 	@$(RUN) -m tests.bench.mesh
 
-bench-engine: setup ## the engine's rows of the targets on a GPU, random weights (SHAPE=8b|1b|135m MODE=); tests/bench/results/h200
+bench-engine: setup ## the engine's rows of the targets on a GPU, with random weights (SHAPE=8b|1b|135m MODE=)
 	@$(RUN) -m tests.bench.engine_gpu --shape $(SHAPE) --kernel-mode $(MODE)
+
+bench-online: setup ## open-loop streaming load on the mesh with a GPU, and on vllm serve where it is installed (SHAPE= MODE=)
+	@$(RUN) -m tests.bench.online_gpu --shape $(SHAPE) --kernel-mode $(MODE)
 
 ##@ Check, and mend what can be mended
 

@@ -60,10 +60,11 @@ class Counts:
 class Fleet:
     """A running mesh; see `running`. `started_s` are seconds from a process's start until it took work."""
 
-    def __init__(self, home: Home, plan: Plan, key: str) -> None:
+    def __init__(self, home: Home, plan: Plan, key: str, start_s: float = START_S) -> None:
         self.home = home
         self.plan = plan
         self.key = key
+        self._start_s = start_s
         self.started_s: dict[str, float] = {}
         self._children: dict[str, subprocess.Popen[bytes]] = {}
 
@@ -83,7 +84,7 @@ class Fleet:
         self._children[spec.name] = child
         while not is_ready(spec):
             assert child.poll() is None, f"{spec.name} ended:\n{log.read_text()[-2000:]}"
-            assert time.monotonic() - began < START_S, f"{spec.name} is not ready:\n{log.read_text()[-2000:]}"
+            assert time.monotonic() - began < self._start_s, f"{spec.name} is not ready:\n{log.read_text()[-2000:]}"
             time.sleep(0.01)
         self.started_s[spec.name] = time.monotonic() - began
 
@@ -151,37 +152,54 @@ def running(
     limits: KeyLimits = FREE,
 ) -> Iterator[Fleet]:
     """A mesh in `root` whose engines take `engine` settings and the latency model's `flags`; ended at the end."""
-    home = Home(root)
-    artefact = home.models / MODEL
     write_artefact(
-        artefact,
+        Home(root).models / MODEL,
         vocab_size=language.VOCAB,
         max_context=CONTEXT,
         eos=language.VOCAB - 1,
         tokenizer=language.tokenizer_json(),
     )
+    latency_model = {"module": "tests.fakes.engine", "flags": dict(flags), "kv_memory_fraction": 0.1, **engine}
+    with serving(root, MODEL, counts, engine=latency_model, settings=settings, limits=limits) as fleet:
+        yield fleet
+
+
+@contextmanager
+def serving(
+    root: Path,
+    model: str,
+    counts: Counts = Counts(),
+    *,
+    engine: Mapping[str, Any],
+    settings: Settings = WIDE,
+    limits: KeyLimits = FREE,
+    start_s: float = START_S,
+) -> Iterator[Fleet]:
+    """A mesh in `root` that serves `model`, a name under its models or a path; ended at the end.
+
+    `engine` is what differs from the settings that a mesh on this machine has; `start_s` is what one process may take.
+    """
+    home = Home(root)
     key, secret = make_key(SYSTEM_RNG, tenant="bench", scopes=SCOPES, models=["*"], limits=limits, expires_at=None)
     add_key(home, key)
     write_private(home.dev_key, secret.encode())
-    latency_model = {"module": "tests.fakes.engine", "flags": dict(flags), "kv_memory_fraction": 0.1, **engine}
-    fleet = _started(
-        home, counts, {**settings, "worker": {**settings.get("worker", {}), "engine": latency_model}}, secret
-    )
+    worker = {**settings.get("worker", {}), "engine": engine}
+    fleet = _started(home, model, counts, {**settings, "worker": worker}, secret, start_s)
     try:
         yield fleet
     finally:
         fleet.stop()
 
 
-def _started(home: Home, counts: Counts, settings: Settings, secret: str) -> Fleet:
+def _started(home: Home, model: str, counts: Counts, settings: Settings, secret: str, start_s: float) -> Fleet:
     """Plans and starts; again where somebody else has taken a port between the two."""
     for tries_left in reversed(range(TRIES)):
         http, grpc = free_ports(2)
-        wish = Wish(MODEL, max(1, counts.workers), counts.routers, counts.gateways, http, grpc, None)
+        wish = Wish(model, max(1, counts.workers), counts.routers, counts.gateways, http, grpc, None)
         plan = _plan(home, counts, wish)
         _rewrite(home, plan, settings)
         write_private(home.plan, msgspec.json.encode(plan))
-        fleet = Fleet(home, plan, secret)
+        fleet = Fleet(home, plan, secret, start_s)
         try:
             fleet.start()
         except BaseException as exc:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -51,6 +52,11 @@ class Online(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     vllm: dict[str, float | list[float]]  # ttft_ms and itl_ms as p50, p90, p99; goodput
     gate: dict[str, float]
     stretch: dict[str, float]
+
+    def met(self, said: Mapping[str, Any]) -> bool:
+        """Whether the client's line (`goodput`, `itl_ms`) keeps the gate."""
+        longest = said["itl_ms"][2]  # none where nothing was answered
+        return said["goodput"] >= self.gate["goodput"] and longest is not None and longest <= self.gate["itl_p99_ms"]
 
 
 class Targets(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

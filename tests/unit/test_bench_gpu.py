@@ -83,3 +83,13 @@ def test_beside_a_peer_on_the_same_machine_a_gate_keeps_its_distance_to_it() -> 
             assert beside.gate / beside.vllm == pytest.approx(target.gate / target.vllm)
     (tpot,) = [target for target in TABLE.engine if target.case == ("8b", 1, 1, "tpot_ms")]
     assert tpot.beside(9.766).gate == pytest.approx(8.3)
+
+
+def test_an_online_gate_asks_for_both_goodput_and_short_gaps() -> None:
+    (ten, *_) = TABLE.online
+    good: dict[str, object] = {"goodput": 0.96, "itl_ms": [5, 6, 31]}
+    assert ten.met(good)
+    assert not ten.met({**good, "goodput": 0.94})
+    assert not ten.met({**good, "itl_ms": [5, 6, 33]})
+    assert not ten.met({**good, "itl_ms": [None, None, None]})
+    assert not any(each.met({"goodput": each.vllm["goodput"], "itl_ms": each.vllm["itl_ms"]}) for each in TABLE.online)
