@@ -1,8 +1,10 @@
-"""Tests of the CUDA kernels. Without a GPU all are skipped, for one reason; `make test-gpu` ends with it instead."""
+"""Tests of the CUDA kernels. Without a GPU their files are skipped; under `make test-gpu` they fail."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,13 +15,23 @@ REQUIRED = "TRUNKLINE_TEST_GPU"  # in the environment: without a GPU, fail
 REASON = "no GPU that torch can use: make test-gpu, on a machine with one"
 
 
-@pytest.fixture(scope="session", autouse=True)
-def _gpu() -> None:
-    """A GPU whose kernels are ready. Every test here needs it."""
-    if not torch.cuda.is_available():
+class _Skipped(pytest.Module):
+    def collect(self) -> Iterable[pytest.Item | pytest.Collector]:
         if REQUIRED in os.environ:
-            pytest.exit(REASON, returncode=1)
+            pytest.fail(REASON, pytrace=False)
         pytest.skip(REASON)
+
+
+def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> pytest.Module | None:
+    """Without a GPU, not even the names of tests."""
+    if torch.cuda.is_available():
+        return None
+    module: pytest.Module = _Skipped.from_parent(parent, path=module_path)
+    return module
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _prepared() -> None:
     torch.zeros(1, device="cuda")  # makes the context that the kernels share
     prepare()
 

@@ -203,10 +203,10 @@ def test_a_planned_product_is_replayed_from_a_graph_that_outlives_the_plan(
     generator: torch.Generator, workspace: Buffer
 ) -> None:
     product = Product(generator, 128, 960, 576)
-    plan = Plan(128, 960, 576)
-    graph = captured(lambda: product.run(plan=plan, workspace=workspace))
+    plans = [Plan(128, 960, 576)]
+    graph = captured(lambda: product.run(plan=plans[0], workspace=workspace))
     bits = product.out.bits
-    del plan
+    plans.clear()
     for _ in range(3):
         product.out.poison()
         graph.replay()
