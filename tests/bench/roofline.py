@@ -121,7 +121,7 @@ def draw(result: dict[str, Any], picture: Path, machine: Machine = H200) -> bool
     except ImportError:
         return False
     axes = (figure := Figure(figsize=(8, 5), dpi=120)).add_subplot()
-    intensities = [2.0**power for power in range(-1, 12)]
+    intensities = sorted([*(2.0**power for power in range(-1, 12)), machine.flop_s / machine.bytes_s])
     axes.loglog(
         intensities, [min(machine.flop_s, machine.bytes_s * x) / 1e12 for x in intensities], color="#333", label="roof"
     )
@@ -131,7 +131,13 @@ def draw(result: dict[str, Any], picture: Path, machine: Machine = H200) -> bool
             work = decode(config, row["batch"], context, tp=row["tp"])
             place = (work.flops / work.bytes, work.flops / row["value"] / 1e9)
             axes.plot(*place, "o", color="#0b6e99")
-            axes.annotate(f"{row['shape']} ×{row['batch']} {row['mode']}", place, fontsize=7)
+            axes.annotate(
+                f"{row['shape']} ×{row['batch']} {row['mode']}",
+                place,
+                fontsize=7,
+                xytext=(6, -8),
+                textcoords="offset points",
+            )
     axes.set(title=f"Decode steps on {machine.name}", xlabel="FLOP per byte", ylabel="TFLOP/s")
     axes.grid(visible=True, which="major", color="#ddd")
     figure.savefig(picture)
