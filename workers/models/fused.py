@@ -88,6 +88,9 @@ class FusedOps:
         )
         return out
 
+    def scores(self, hidden: torch.Tensor, head: LinearWeight) -> torch.Tensor:
+        return self.linear(hidden, head)
+
     def rope_and_cache(
         self, qkv: torch.Tensor, table: RopeTable, batch: RaggedBatch, keys: torch.Tensor, values: torch.Tensor
     ) -> None:

@@ -6,6 +6,7 @@ loader only walk those names.
 
 from __future__ import annotations
 
+import copy
 import enum
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -98,6 +99,12 @@ class LlamaLayer:
         attended = self.attend(normed, batch, kv, table)
         return self.feed_forward(self.ops.add_rms_norm(x, attended, self.post_norm, eps))
 
+    def under(self, ops: Ops) -> LlamaLayer:
+        """The same weights under other operators, which read them in the form that they have."""
+        other = copy.copy(self)
+        other.ops = ops
+        return other
+
     def attend(self, normed: torch.Tensor, batch: RaggedBatch, kv: KVCache, table: RopeTable) -> torch.Tensor:
         """Attention with its projections: [T, d] → [T, d]; writes this layer's keys and values."""
         keys, values = kv.keys[self.index], kv.values[self.index]
@@ -131,6 +138,12 @@ class Llama:
         self.norm = weights["model.norm.weight"]
         self.head: LinearWeight = ops.linear_weight([self.embedding if config.tied else weights["lm_head.weight"]], [])
 
+    def under(self, ops: Ops) -> Llama:
+        """The same weights under other operators, which read them in the form that they have."""
+        other = copy.copy(self)
+        other.ops, other.layers = ops, [layer.under(ops) for layer in self.layers]
+        return other
+
     @torch.inference_mode()
     def forward(self, batch: RaggedBatch, kv: KVCache) -> torch.Tensor:
         """Run one step and write its keys and values: final-normed hidden states [T, d] in the model's dtype."""
@@ -144,7 +157,7 @@ class Llama:
     @torch.inference_mode()
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Vocabulary scores of `hidden` [R, d] (rows of `forward`'s result): fp32 [R, V]."""
-        return self.ops.linear(hidden.contiguous(), self.head).float()
+        return self.ops.scores(hidden.contiguous(), self.head)
 
 
 def _joined(ops: Ops, weights: Mapping[str, torch.Tensor], prefix: str, names: Sequence[str]) -> LinearWeight:

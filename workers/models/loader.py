@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
+from trunkline_kernels.library import KernelError
 from workers.engine.batch import KVCache, RaggedBatch
 from workers.models.config import ModelConfig
 from workers.models.llama import Llama
@@ -25,7 +26,7 @@ from workers.weights.manifest import Manifest, read_manifest
 
 _log = logging.getLogger(__name__)
 KERNEL_MODES = ("fused", "standard")
-MAX_DIFFERENCE = 1e-4  # relative, of logits
+MAX_DIFFERENCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2}  # relative, of logits
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,29 +79,44 @@ def load_model(
 
 def _fused(standard: Model, weights: Mapping[str, torch.Tensor], threads: int, progress: Progress) -> Model | None:
     """The model on our kernels, or None, with the reason in the log, if they may not serve here."""
-    if standard.device.type != "cpu":
-        _log.error("fused kernels serve on the CPU only; standard serves on %s", standard.device)
-        return None
     try:
-        from workers.models.fused import FusedOps
-
-        ops = FusedOps(threads)
-    except ImportError as error:
+        fused = _on_gpu(standard) if standard.device.type == "cuda" else _packed(standard, weights, threads, progress)
+    except (ImportError, KernelError) as error:
         _log.error("fused kernels do not serve: %s; standard serves instead", error)
         return None
-    progress("pack weights", 0.0)
-    fused = _model(standard.config, standard.manifest, "fused", ops, weights)
-    progress("pack weights", 1.0)
     torch.set_num_threads(1)  # torch's threads spin while they wait: beside a busy process the check takes minutes
     error_found = largest_difference(fused, standard)
     torch.set_num_threads(threads)
-    if not error_found <= MAX_DIFFERENCE:  # also when it is NaN
+    limit = MAX_DIFFERENCE[standard.dtype]
+    if not error_found <= limit:  # also when it is NaN
         _log.error(
             "fused kernels do not serve: logits differ from standard by %.1e (limit %.0e); standard serves instead",
             error_found,
-            MAX_DIFFERENCE,
+            limit,
         )
         return None
+    return fused
+
+
+def _on_gpu(standard: Model) -> Model:
+    """The same weights under the CUDA kernels."""
+    if standard.dtype is not torch.bfloat16:
+        raise KernelError(f"the CUDA kernels compute in bf16, the artefact is {standard.manifest.precision}")
+    from workers.models.cuda import CudaOps
+
+    ops = CudaOps(standard.device)
+    decoder = standard.decoder.under(ops)
+    return replace(standard, kernel_mode="fused", path=ops.path, invariant=ops.invariant, decoder=decoder)
+
+
+def _packed(standard: Model, weights: Mapping[str, torch.Tensor], threads: int, progress: Progress) -> Model:
+    """The CPU kernels, with the weights as they want them."""
+    from workers.models.fused import FusedOps
+
+    ops = FusedOps(threads)
+    progress("pack weights", 0.0)
+    fused = _model(standard.config, standard.manifest, "fused", ops, weights)
+    progress("pack weights", 1.0)
     return fused
 
 

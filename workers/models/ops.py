@@ -50,6 +50,10 @@ class Ops(Protocol):
         """x · weightᵀ + bias → [T, N]."""
         ...
 
+    def scores(self, hidden: torch.Tensor, head: LinearWeight) -> torch.Tensor:
+        """hidden · headᵀ → fp32 [T, V]."""
+        ...
+
     def rope_and_cache(
         self, qkv: torch.Tensor, table: RopeTable, batch: RaggedBatch, keys: torch.Tensor, values: torch.Tensor
     ) -> None:

@@ -43,7 +43,7 @@ class StandardOps:
 
     def linear_weight(self, weights: Sequence[torch.Tensor], biases: Sequence[torch.Tensor]) -> LinearWeight:
         if weights[0].device.type != "cpu":  # one product; on the CPU a copy of the mapped weights is worth more
-            return TorchWeight(((torch.cat([*weights]), torch.cat([*biases]) if biases else None),))
+            return TorchWeight(((_one(weights), _one(biases) if biases else None),))
         absent: list[torch.Tensor | None] = [None] * len(weights)
         return TorchWeight(tuple(zip(weights, biases or absent, strict=True)))
 
@@ -66,6 +66,9 @@ class StandardOps:
             parts = [functional.linear(block, part, bias) for part, bias in weight.parts]
             torch.cat(parts, dim=-1, out=rows)
         return out[: len(x)]
+
+    def scores(self, hidden: torch.Tensor, head: LinearWeight) -> torch.Tensor:
+        return self.linear(hidden, head).float()
 
     def rope_and_cache(
         self, qkv: torch.Tensor, table: RopeTable, batch: RaggedBatch, keys: torch.Tensor, values: torch.Tensor
@@ -96,6 +99,11 @@ class StandardOps:
     def swiglu(self, gate_up: torch.Tensor) -> torch.Tensor:
         gate, up = gate_up.chunk(2, dim=-1)
         return _elementwise(lambda piece: functional.silu(piece, inplace=True), gate) * up
+
+
+def _one(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The parts [N_i, …] as one tensor; a single one is not copied."""
+    return parts[0] if len(parts) == 1 else torch.cat([*parts])
 
 
 def _pad_rows(x: torch.Tensor, multiple: int) -> torch.Tensor:
