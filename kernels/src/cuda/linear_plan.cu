@@ -121,8 +121,12 @@ struct tl_cuda_linear_plan {
     const int out_type = args.flags & TL_CUDA_FP32_OUT ? kFp32 : kBf16;
     if (lt.product_create(&product, kComputeFp32, kFp32) != 0) return false;
     if (lt.product_set(product, kProductTransposeA, &transposed, sizeof transposed) != 0) return false;
-    if (args.flags & TL_CUDA_BIAS && lt.product_set(product, kProductEpilogue, &epilogue, sizeof epilogue) != 0)
-      return false;
+    if (args.flags & TL_CUDA_BIAS) {
+      // Some versions want a bias before they choose; none looks at it then.
+      void *const somewhere = reinterpret_cast<void *>(uintptr_t{256});
+      if (lt.product_set(product, kProductEpilogue, &epilogue, sizeof epilogue) != 0) return false;
+      if (lt.product_set(product, kProductBias, &somewhere, sizeof somewhere) != 0) return false;
+    }
     return lt.layout_create(&weight, kBf16, args.inner, args.columns, args.inner) == 0 &&
            lt.layout_create(&x, kBf16, args.inner, args.rows, args.inner) == 0 &&
            lt.layout_create(&out, out_type, args.columns, args.rows, args.columns) == 0;
