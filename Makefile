@@ -88,6 +88,7 @@ $(MODEL)/manifest.json: | $(VENV)/.packages kernels
 
 SEEDS ?= 1000
 GPU_PYTHON ?= python3
+GPU_TESTS ?= $(sort $(wildcard tests/gpu/test_*.py))
 
 .PHONY: test test-quick test-e2e test-gpu test-many test-sim test-sim-mutations chaos bench bench-mesh bench-engine bench-online
 test: setup kernels-cuda ## the whole suite; tests that need a GPU are skipped where none is
@@ -99,12 +100,14 @@ test-quick: setup ## unit and property tests
 test-e2e: setup ## the tests that run a whole mesh of real processes
 	@$(RUN) -m pytest tests/e2e
 
-# Needs of Python no more than torch for CUDA and pytest, so that a bare GPU machine will do.
-test-gpu: ## the CUDA kernels on a GPU, which must be there (GPU_PYTHON=)
+# Needs torch for CUDA, pytest and msgspec, no more, so that a bare GPU machine will do. One process a file: an illegal
+# access or a kernel that hangs spoils the process in which it happens.
+test-gpu: ## the CUDA kernels on a GPU, which must be there (GPU_PYTHON= GPU_TESTS=)
 	@PYTHONPATH=.:kernels/python $(GPU_PYTHON) -m trunkline_kernels.cuda.build
-	@TRUNKLINE_TEST_GPU=1 PYTHONPATH=.:kernels/python $(GPU_PYTHON) -m pytest -c /dev/null --rootdir=. \
-		--confcutdir=tests/gpu --import-mode=importlib -p no:cacheprovider \
-		--continue-on-collection-errors -ra tests/gpu
+	@failed=0; for file in $(GPU_TESTS); do \
+		TRUNKLINE_TEST_GPU=1 PYTHONPATH=.:kernels/python timeout 300 $(GPU_PYTHON) -m pytest -c /dev/null --rootdir=. \
+			--confcutdir=tests/gpu --import-mode=importlib -p no:cacheprovider -q -rfE "$$file" || failed=1; \
+	done; exit $$failed
 
 test-many: setup ## 1,000 disconnects and resumes, 1,000 keys asked three times while a gateway dies
 	@TRUNKLINE_TEST_RESUMES=1000 $(RUN) -m pytest tests/contract/test_gateway_resume.py -k many
