@@ -161,5 +161,6 @@ TL_API tl_status tl_cuda_linear(const tl_cuda_linear_args *args, void *stream);
 
 #include "tl_cuda_attention.h"
 #include "tl_cuda_sample.h"
+#include "tl_cuda_step.h"
 
 #endif /* TL_CUDA_H */

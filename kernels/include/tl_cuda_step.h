@@ -1,4 +1,5 @@
-/* The start of a step: what the host knew when it planned is joined with what the device has computed since. */
+/* The step calls of tl_cuda.h, which includes this: what the host knew when it planned a step meets what the device has
+ * computed since. */
 #ifndef TL_CUDA_STEP_H
 #define TL_CUDA_STEP_H
 

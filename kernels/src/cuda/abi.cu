@@ -51,6 +51,7 @@ tl_status tl_cuda_init(void) {
     return TL_ERROR_DEVICE;
   }
   constexpr tl_status (*files[])() = {
+      tl::cuda::init_step,
       tl::cuda::init_rows,
       tl::cuda::init_linear,
       tl::cuda::init_sample,

@@ -71,6 +71,7 @@ tl_status launch(void (*kernel)(Parameters...), const Shape &shape, void *stream
 }
 
 // One per file of kernels.
+tl_status init_step();
 tl_status init_rows();
 tl_status init_linear();
 tl_status init_sample();

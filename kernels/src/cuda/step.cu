@@ -1,7 +1,5 @@
 // The first kernel of a step: see tl_cuda_step.h.
 
-#include "../../include/tl_cuda_step.h"
-
 #include "check.h"
 #include "device.cuh"
 #include "launch.h"

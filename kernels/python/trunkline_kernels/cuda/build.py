@@ -33,7 +33,7 @@ PORTABLE = (
     "-gencode=arch=compute_89,code=sm_89",
     "-gencode=arch=compute_90,code=compute_90",
 )
-PORTABLE_UNITS = frozenset({"abi", "linear", "rows"})
+PORTABLE_UNITS = frozenset({"abi", "linear", "rows", "step"})
 
 
 def library_path() -> Path:
