@@ -68,7 +68,7 @@ class Bench:
     ) -> list[m.StepOut]:
         """Runs `requests` equal requests on an empty pool; what each step said."""
         scheduler = Scheduler(Limits(batch_tokens, 16, 64, 2048), BlockPool(BLOCKS))
-        engine = Engine(self._vocabulary, scheduler, self._runner, sample, SYSTEM_CLOCK, self, self)
+        engine = Engine(self._vocabulary, scheduler, self._runner, SYSTEM_CLOCK, self, self)
         self.sent.clear()
         for key in range(requests):
             ids = m.pack_tokens(self._rng.randrange(100, self.vocab_size) for _ in range(prompt))

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+import random
+from collections import defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -12,9 +13,10 @@ from workers.engine import messages as m
 from workers.engine.batch import RaggedBatch
 from workers.engine.blocks import BlockPool
 from workers.engine.engine import Engine, Vocabulary
-from workers.engine.runner import Runner
-from workers.engine.sampler import sample
+from workers.engine.runner import Runner, encoded_rows
+from workers.engine.sampler import Draw, sample
 from workers.engine.scheduler import Limits, Plan, Scheduler
+from workers.engine.step import Result
 
 
 @dataclass
@@ -84,6 +86,65 @@ class SpyRunner(Runner):
         return super().arrays(plan)
 
 
+@dataclass
+class LateStep:
+    """A step on its way: what was read of the host when it was launched, and what it will have computed."""
+
+    runner: LateRunner
+    plan: Plan
+    batch: RaggedBatch
+    draws: Sequence[Draw]
+    carried: list[tuple[int, int]]
+    outcome: Result | None = None
+
+    def result(self) -> Result:
+        """The device gets to it now, at the latest."""
+        assert self.runner.unread.popleft() is self, "results are asked in the order of the launches"
+        self.runner.catch_up(self)
+        assert self.outcome is not None
+        return self.outcome
+
+
+class LateRunner(SpyRunner):
+    """Overlaps: steps run in their order, at some time between the launch and the moment somebody waits for them."""
+
+    overlaps = True
+
+    def __init__(self, blocks: int) -> None:
+        super().__init__(blocks)
+        self.unread: deque[LateStep] = deque()
+        self.carried = 0  # pending tokens so far
+        self._queue: deque[LateStep] = deque()
+        self._before = Plan(())
+        self._picks: Sequence[int] = ()
+        self._rng = random.Random(blocks)
+
+    def launch(self, plan: Plan, draws: Sequence[Draw]) -> LateStep:  # type: ignore[override]
+        assert len(self.unread) <= 1, "a third step was launched"
+        assert not any(draw.pending and draw.sampling.penalised for draw in draws)
+        step = LateStep(self, plan, self.arrays(plan), draws, plan.carried(self._before))
+        self.carried += len(step.carried)
+        self._before = plan
+        self._queue.append(step)
+        self.unread.append(step)
+        if self._rng.random() < 0.5:
+            self.catch_up(step)
+        return step
+
+    def catch_up(self, last: LateStep) -> None:
+        """Runs what was launched, up to `last`."""
+        while last.outcome is None:
+            self._compute(self._queue.popleft())
+
+    def _compute(self, step: LateStep) -> None:
+        for row, pick in step.carried:
+            step.batch.tokens[row] = self._picks[pick]
+        output = self.forward(step.batch)
+        picks = sample(output.logits, step.draws)
+        self._picks = [0 if pick is None else pick.token for pick in picks]
+        step.outcome = Result(picks, encoded_rows(step.plan, output.hidden))
+
+
 class Rig:
     """The engine and everything around it. Each step takes 10 ms."""
 
@@ -94,17 +155,19 @@ class Rig:
         seqs: int = 8,
         context: int = 512,
         held: int = 64,
+        itl_slo_ms: float = 0.0,
+        *,
+        overlap: bool = False,
+        runner: SpyRunner | None = None,
     ) -> None:
         self.clock = FakeClock()
         self.notes = Notebook()
-        self.runner = SpyRunner(blocks)
+        self.runner = runner or (LateRunner(blocks) if overlap else SpyRunner(blocks))
         self.pool = BlockPool(blocks)
-        limits = Limits(max_batch_tokens=batch_tokens, max_seqs=seqs, max_held=held, max_context=context)
+        limits = Limits(batch_tokens, seqs, held, context, itl_slo_ms=itl_slo_ms)
         self.scheduler = Scheduler(limits, self.pool)
         self.queue: list[m.ToEngine] = []
-        self.engine = Engine(
-            Vocabulary(VOCAB, (END,)), self.scheduler, self.runner, sample, self.clock, self, self.notes
-        )
+        self.engine = Engine(Vocabulary(VOCAB, (END,)), self.scheduler, self.runner, self.clock, self, self.notes)
 
     def receive(self, timeout_s: float) -> Sequence[m.ToEngine]:
         taken, self.queue = self.queue, []

@@ -7,8 +7,7 @@ in large chunks.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import pytest
@@ -20,8 +19,9 @@ from workers.engine.batch import KVCache, RaggedBatch
 from workers.engine.blocks import BlockPool
 from workers.engine.engine import Engine, Vocabulary
 from workers.engine.runner import Output, Runner
-from workers.engine.sampler import sample
+from workers.engine.sampler import Draw
 from workers.engine.scheduler import Limits, Plan, Scheduler
+from workers.engine.step import Computed
 from workers.models.loader import Model, load_model
 
 SHARED = b"s" * 32
@@ -49,20 +49,20 @@ def work(key: int, *, scope: bytes = b"", choices: tuple[int, ...] = (0,)) -> m.
     return m.Admit(key, m.pack_tokens(prompt), fresh, sampling, TOKENS, ignore_eos=True, cache_scope=scope)
 
 
-@dataclass
-class Recorder:
+class Recorder(Runner):
     """A runner that keeps the bytes of every row of logits, by (key, choice, place in the sequence)."""
 
-    runner: Runner
-    rows: dict[tuple[int, int, int], bytes] = field(default_factory=dict)
-    _plan: Plan = field(default_factory=lambda: Plan(()))
+    def __init__(self, model: Model, cache: KVCache) -> None:
+        super().__init__(model, cache)
+        self.rows: dict[tuple[int, int, int], bytes] = {}
+        self._plan = Plan(())
 
-    def arrays(self, plan: Plan) -> RaggedBatch:
+    def launch(self, plan: Plan, draws: Sequence[Draw]) -> Computed:
         self._plan = plan
-        return self.runner.arrays(plan)
+        return super().launch(plan, draws)
 
     def forward(self, batch: RaggedBatch) -> Output:
-        output = self.runner.forward(batch)
+        output = super().forward(batch)
         for sequence, row in zip(self._plan.sampled, output.logits, strict=True):
             self.rows[sequence.request.key, sequence.choice, sequence.length] = row.numpy().tobytes()
         return output
@@ -76,12 +76,12 @@ class Bench:
         cache = KVCache.zeros(config.layers, blocks, config.kv_heads, config.head_dim, model.dtype, model.device)
         cache.keys.fill_(float("nan"))  # what was never written must never be read
         cache.values.fill_(float("nan"))
-        self.recorder = Recorder(Runner(model, cache))
+        self.recorder = Recorder(model, cache)
         self.scheduler = Scheduler(Limits(batch_tokens, seqs, 64, 512), BlockPool(blocks))
         self.notes = Notebook()
         self.queue: list[m.ToEngine] = []
         vocabulary = Vocabulary(config.vocab_size, config.eos_token_ids)
-        self.engine = Engine(vocabulary, self.scheduler, self.recorder, sample, FakeClock(), self, self.notes)
+        self.engine = Engine(vocabulary, self.scheduler, self.recorder, FakeClock(), self, self.notes)
 
     def receive(self, timeout_s: float) -> list[m.ToEngine]:
         taken, self.queue = self.queue, []

@@ -15,6 +15,7 @@ from tests.fakes.hash_model import END, POISON, VOCAB, scores, states
 from workers.engine import messages as m
 from workers.engine.sampler import Draw, sample
 
+OVERLAP = pytest.mark.parametrize("overlap", [False, True], ids=["one step at a time", "one step in flight"])
 SCOPES = (b"", hashlib.sha256(b"a").digest(), hashlib.sha256(b"b").digest())
 
 
@@ -110,13 +111,21 @@ class World:
         return self.encode(key) if self.rng.random() < 0.2 else self.generate(key)
 
 
+@OVERLAP
 @pytest.mark.parametrize("seed", range(60))
-def test_any_mix_of_work_preemption_cancel_pause_and_stop_keeps_every_promise(seed: int) -> None:
+def test_any_mix_of_work_preemption_cancel_pause_and_stop_keeps_every_promise(seed: int, overlap: bool) -> None:
     rng = random.Random(seed)
     blocks = rng.choice([8, 12, 24, 60])
     seqs = rng.choice([1, 2, 4, 8])
     context = rng.choice([64, 512])
-    rig = Rig(blocks=blocks, batch_tokens=rng.choice([8, 9, 16, 40, 128]), seqs=seqs, context=context, held=200)
+    rig = Rig(
+        blocks=blocks,
+        batch_tokens=rng.choice([8, 9, 16, 40, 128]),
+        seqs=seqs,
+        context=context,
+        held=200,
+        overlap=overlap,
+    )
     hungry = rng.random() < 0.3
     world = World(rng, min(blocks, context // 16, 8 if hungry else 24), hungry)
     specs: dict[int, m.Admit | m.Encode] = {}
@@ -196,12 +205,13 @@ def check_encode(rig: Rig, spec: m.Encode, *, whole: bool) -> None:
         assert encoded.tokens == len(tokens)
 
 
+@OVERLAP
 @pytest.mark.parametrize("seed", range(5))
-def test_equal_scenarios_say_equal_bytes(seed: int) -> None:
+def test_equal_scenarios_say_equal_bytes(seed: int, overlap: bool) -> None:
     logs = []
     for _ in range(2):
         rng = random.Random(3000 + seed)
-        rig = Rig(blocks=12, batch_tokens=16, seqs=4)
+        rig = Rig(blocks=12, batch_tokens=16, seqs=4, overlap=overlap)
         world = World(rng, 12)
         for key in range(12):
             rig.say(world.work(key))
@@ -213,12 +223,15 @@ def test_equal_scenarios_say_equal_bytes(seed: int) -> None:
     assert logs[0] == logs[1]
 
 
+@OVERLAP
 @pytest.mark.parametrize("batch_tokens", [8, 11, 16, 100, 1000])
 @pytest.mark.parametrize("scope", SCOPES[:2])
-def test_a_warm_cache_and_any_chunk_size_give_the_tokens_of_a_cold_one(batch_tokens: int, scope: bytes) -> None:
+def test_a_warm_cache_and_any_chunk_size_give_the_tokens_of_a_cold_one(
+    batch_tokens: int, scope: bytes, overlap: bool
+) -> None:
     rng = random.Random(batch_tokens)
     prompts = [[5] * length + [rng.randrange(2, POISON)] for length in (1, 14, 15, 16, 31, 47, 200)]
-    rig = Rig(blocks=200, batch_tokens=batch_tokens)
+    rig = Rig(blocks=200, batch_tokens=batch_tokens, overlap=overlap)
     results: list[list[int]] = []
     for key, prompt in enumerate(prompts * 2):
         rig.say(admit(key, prompt, 20, cache_scope=scope, ignore_eos=True))
@@ -233,10 +246,11 @@ def test_a_warm_cache_and_any_chunk_size_give_the_tokens_of_a_cold_one(batch_tok
     assert cached[7:] == (whole if scope else [0] * 7)
 
 
+@OVERLAP
 @pytest.mark.parametrize("seed", range(20))
-def test_time_budgets_end_requests_wherever_they_are_and_nothing_leaks(seed: int) -> None:
+def test_time_budgets_end_requests_wherever_they_are_and_nothing_leaks(seed: int, overlap: bool) -> None:
     rng = random.Random(1000 + seed)
-    rig = Rig(blocks=12, batch_tokens=16, seqs=4)
+    rig = Rig(blocks=12, batch_tokens=16, seqs=4, overlap=overlap)
     world = World(rng, 12)
     for key in range(20):
         work = world.generate(key)
@@ -253,10 +267,11 @@ def test_time_budgets_end_requests_wherever_they_are_and_nothing_leaks(seed: int
     assert rig.pool.counts.used == 0
 
 
+@OVERLAP
 @pytest.mark.parametrize("seed", range(20))
-def test_scores_that_are_not_numbers_fail_their_request_only(seed: int) -> None:
+def test_scores_that_are_not_numbers_fail_their_request_only(seed: int, overlap: bool) -> None:
     rng = random.Random(2000 + seed)
-    rig = Rig(blocks=16, batch_tokens=rng.choice([8, 64]))
+    rig = Rig(blocks=16, batch_tokens=rng.choice([8, 64]), overlap=overlap)
     world = World(rng, 16)
     sick = {}
     for key in range(12):

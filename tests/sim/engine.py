@@ -12,7 +12,7 @@ import zlib
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final
 
 import msgspec
 import numpy as np
@@ -27,9 +27,9 @@ from workers.engine import messages as m
 from workers.engine.blocks import BlockPool
 from workers.engine.engine import TICK_S, Engine, Vocabulary
 from workers.engine.messages import Sampling
-from workers.engine.runner import Output
 from workers.engine.sampler import Draw, Pick
-from workers.engine.scheduler import Limits, Plan, Scheduler
+from workers.engine.scheduler import Limits, Plan, Scheduler, Span
+from workers.engine.step import Computed, Result
 from workers.supervisor import MOST_PAUSE_S, PAUSE_S, SOUND_LIFE_S, WATCH_S, Send
 from workers.worker import Worker
 
@@ -97,6 +97,8 @@ class Shape:
 class SimEngine:
     """One engine process: inbox, outbox, clock and runner of the real `Engine`. `salt` changes what it draws."""
 
+    overlaps = False
+
     def __init__(self, process: Process, loop: SimLoop, shape: Shape, rng: Rng, salt: int,
                  hears: Callable[[bytes], None]) -> None:  # fmt: skip
         self.process = process
@@ -115,16 +117,14 @@ class SimEngine:
         self.scheduler = Scheduler(
             Limits(shape.max_batch_tokens, shape.max_seqs, shape.max_held, shape.max_context), BlockPool(shape.blocks)
         )
-        self.engine = Engine(
-            Vocabulary(_VOCABULARY, (EOS,)), self.scheduler, self, self._sample, self, self, self
-        )  # fmt: skip
+        self.engine = Engine(Vocabulary(_VOCABULARY, (EOS,)), self.scheduler, self, self, self, self)
 
     async def run(self, ready: m.Ready) -> None:
         """From its start to Shutdown."""
         await asyncio.sleep(self._shape.load_s * self._rng.uniform(0.8, 1.2))
         self._hears(_encode(ready))
         while self.engine.open:
-            if not (self._inbox or self.scheduler.runnable):
+            if not (self._inbox or self.engine.busy):
                 await self._doze()
             self.engine.step()
             await self._speak()
@@ -181,7 +181,7 @@ class SimEngine:
     def wall_ms(self) -> int:
         return round(self.monotonic() * 1000)
 
-    def arrays(self, plan: Plan) -> Plan:
+    def launch(self, plan: Plan, draws: Sequence[Draw]) -> Computed:
         """The step takes its time. INV-12: nothing that the engine knows to be cancelled is in it."""
         keys = {span.sequence.request.key for span in plan.spans}
         assert not keys & self._cancelled, f"INV-12: a step for cancelled keys {keys & self._cancelled}"
@@ -189,20 +189,14 @@ class SimEngine:
         shape = self._shape
         took_s = shape.step_s + shape.prefill_s * plan.prefill_tokens
         self._offset += took_s * self.slow * self._rng.uniform(0.8, 1.25)
-        return plan
+        return Computed(Result([self._pick(draw) for draw in draws], [self._hidden(span) for span in plan.encoded]))
 
-    def forward(self, plan: Plan) -> Output:
-        """Nothing is computed but what is to be embedded."""
-        hidden: Any = None
-        if any(isinstance(span.sequence.request.spec, m.Encode) for span in plan.spans):
-            ids = [span.sequence.tokens[span.start : span.start + span.count] for span in plan.spans]
-            hidden = torch.from_numpy(states(self.salt, np.concatenate(ids)))
-        return Output(hidden, None)  # type: ignore[arg-type]
+    def _hidden(self, span: Span) -> torch.Tensor:
+        ids = span.sequence.tokens[span.start : span.start + span.count].tolist()
+        return torch.from_numpy(states(self.salt, ids))
 
-    def _sample(self, _logits: Any, draws: Sequence[Draw]) -> list[Pick]:
-        return [
-            Pick(self._draw(draw), m.Logprob(-0.5) if draw.sampling.logprobs >= 0 else None) for draw in draws
-        ]  # fmt: skip
+    def _pick(self, draw: Draw) -> Pick:
+        return Pick(self._draw(draw), m.Logprob(-0.5) if draw.sampling.logprobs >= 0 else None)
 
     def _draw(self, draw: Draw) -> int:
         sampling: Sampling = draw.sampling

@@ -1,7 +1,7 @@
 """The paged KV pool as bookkeeping: which block is free, cached or held, and which prefix it carries.
 
 Owns block ids, reference counts, the prefix index (wire rule 15) and LRU eviction; no tensor. The one rule: a block is
-published only when all its tokens were computed, and a published block is never written again.
+published only when all its tokens are known and launched, and a published block is never written again.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ class BlockPool:
         return blocks
 
     def publish(self, block: int, key: Key) -> None:
-        """Makes a held, fully computed block findable; nothing happens if the key is published already."""
+        """Makes a held block findable that a launched step fills; nothing happens if the key is published already."""
         assert self._references[block] > 0, "only a held block is published"
         if key not in self._index:
             self._index[key] = block

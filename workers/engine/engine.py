@@ -1,14 +1,15 @@
-"""The engine loop: drain → schedule → arrays → forward → sample → complete → emit, one synchronous turn at a time.
+"""The engine loop: drain → schedule → launch → land → emit, one turn at a time.
 
-Owns the order of things in a step and what is said about it. The one rule: nothing here blocks except the inbox, and
-time comes from the clock it was given, so a simulation can call `step` with a virtual clock and a runner that only
-pretends.
+Owns the order of things in a step and what is said about it. A runner that overlaps has the next step launched before
+the one in flight lands, so that its device never waits for this loop; with any other the step that was launched lands
+in the same turn. The one rule: nothing here blocks except the inbox and a step's result, and time comes from the clock
+it was given, so a simulation can call `step` with a virtual clock and a runner that only pretends.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -18,14 +19,14 @@ import torch
 from shared.clock import Clock
 from shared.errors import TABLE, Reason
 from workers.engine import messages as m
-from workers.engine.batch import RaggedBatch
+from workers.engine.pacing import Pacer
 from workers.engine.pooling import add_rows, embedding
 from workers.engine.refusals import refusal
-from workers.engine.runner import Output
 from workers.engine.sampler import Draw, Pick
 from workers.engine.scheduler import Plan, Scheduler, Span
 from workers.engine.sequence import Request, encoding, generation
 from workers.engine.sequence import Sequence as Row
+from workers.engine.step import Launched, StepRunner
 
 TICK_S = 0.25
 _NOTHING = Plan(())
@@ -47,27 +48,21 @@ class Outbox(Protocol):
         ...
 
 
-class StepRunner(Protocol):
-    """Computes a plan (`runner.Runner`, or something that pretends to)."""
-
-    def arrays(self, plan: Plan) -> RaggedBatch:
-        """The plan as arrays."""
-        ...
-
-    def forward(self, batch: RaggedBatch) -> Output:
-        """Hidden states and logits of the step."""
-        ...
-
-
-Sample = Callable[[torch.Tensor, Sequence[Draw]], Sequence[Pick | None]]
-
-
 @dataclass(frozen=True, slots=True)
 class Vocabulary:
     """What the engine must know of the model's tokens."""
 
     size: int
     ends: tuple[int, ...]  # end-of-sequence ids
+
+
+@dataclass(frozen=True, slots=True)
+class Flight:
+    """A step that was launched and is not read yet."""
+
+    plan: Plan
+    launched: Launched
+    began: float  # seconds of the engine's clock
 
 
 class Engine:
@@ -78,7 +73,6 @@ class Engine:
         vocabulary: Vocabulary,
         scheduler: Scheduler,
         runner: StepRunner,
-        sample: Sample,
         clock: Clock,
         inbox: Inbox,
         outbox: Outbox,
@@ -88,38 +82,42 @@ class Engine:
         self._vocabulary = vocabulary
         self._scheduler = scheduler
         self._runner = runner
-        self._sample = sample
         self._clock = clock
         self._inbox = inbox
         self._outbox = outbox
         self._arrivals = 0
         self._runs: list[m.Run] = []
         self._events: list[m.Event] = []
+        self._flight: Flight | None = None
+        self._pacer = Pacer(scheduler.limits.itl_slo_ms, scheduler.limits.max_batch_tokens)
         self._slowest = SlowestStep()
-        self._spoke_at = clock.monotonic()
+        self._spoke_at = self._landed_at = clock.monotonic()
+
+    @property
+    def busy(self) -> bool:
+        """True when a turn is due, whether or not anything arrives."""
+        return self._flight is not None or self._scheduler.runnable
 
     def run(self) -> None:
         """Steps until `Shutdown`, or until inbox or outbox raise."""
         while self.open:
-            self.step(0.0 if self._scheduler.runnable else TICK_S)
+            self.step(0.0 if self.busy else TICK_S)
 
     def step(self, wait_s: float = 0.0) -> bool:
-        """One turn, waiting up to `wait_s` for work if there is none; True if a forward step ran."""
+        """One turn, waiting up to `wait_s` for work if there is none; True if a step was launched or landed."""
         self._drain(wait_s)
         began = self._clock.monotonic()
         self._expire(began)
         if self._runs or self._events:
             self._emit(_NOTHING, began)  # who was cancelled hears it now, not after another step
-        plan = self._scheduler.plan()
-        if plan.spans:
-            self._begin(plan, began)
-            batch = self._runner.arrays(plan)
-            output = self._runner.forward(batch)
-            picks = self._sample(output.logits, [self._draw(row) for row in plan.sampled])
-            self._complete(plan, output, picks)
+        launched = self._launch(began)
+        landing, self._flight = (self._flight, launched) if self._runner.overlaps else (launched, None)
+        if landing:
+            self._land(landing)
+            began = max(landing.began, self._landed_at)  # the device was not free for it before
         self._scheduler.check()
-        self._emit(plan, began)
-        return bool(plan.spans)
+        self._emit(landing.plan if landing else _NOTHING, began)
+        return bool(launched or landing)
 
     # Drain: what the door says, in order.
 
@@ -170,41 +168,46 @@ class Engine:
             where = "before its first step" if queued else "while it ran"
             self._fail(request, reason, f"the budget of {request.spec.budget_ms} ms ended {where}")
 
-    # Schedule: what the plan means for its requests.
+    # Launch: what the plan means for its requests.
 
-    def _begin(self, plan: Plan, now: float) -> None:
+    def _launch(self, now: float) -> Flight | None:
+        plan = self._scheduler.plan(self._pacer.allowance, flying=self._flight is not None)
+        if not plan.spans:
+            return None
         for span in plan.spans:
-            request = span.sequence.request
-            if request.scheduled is None:
-                request.scheduled = now
-                request.cached_tokens = min(span.start, span.sequence.prompt_length)
-                queue_ms = _ms(request.arrived, now)
-                self._events.append(m.Scheduled(request.key, queue_ms, request.cached_tokens))
-            if request.last_step != self.steps:
-                request.last_step = self.steps
-                request.steps += 1
-
-    def _draw(self, row: Row) -> Draw:
-        spec = row.request.spec
-        assert isinstance(spec, m.Admit)
-        banned = row.request.stop_ids if row.output_length < spec.min_tokens else ()
-        return Draw(spec.sampling, row.tokens, row.prompt_length, row.choice, banned)
-
-    # Complete: what was computed becomes tokens, embeddings, endings.
-
-    def _complete(self, plan: Plan, output: Output, picks: Sequence[Pick | None]) -> None:
-        now = self._clock.monotonic()
-        self.steps += 1
+            self._begin(span, now)
+        launched = self._runner.launch(plan, [_draw(span) for span in plan.spans if span.samples])
         for span in plan.spans:
             self._scheduler.advance(span)
-        for row, pick in zip(plan.sampled, picks, strict=True):
-            if row.alive:  # another choice of its request may have failed in this very step
+        return Flight(plan, launched, now)
+
+    def _begin(self, span: Span, now: float) -> None:
+        request = span.sequence.request
+        if request.scheduled is None:
+            request.scheduled = now
+            request.cached_tokens = min(span.start, span.sequence.prompt_length)
+            self._events.append(m.Scheduled(request.key, _ms(request.arrived, now), request.cached_tokens))
+
+    # Land: what was computed becomes tokens, embeddings, endings. Rows that ended meanwhile computed for nobody.
+
+    def _land(self, flight: Flight) -> None:
+        result = flight.launched.result()
+        now = self._clock.monotonic()
+        self.steps += 1
+        for span in flight.plan.spans:
+            self._count(span.sequence)
+        for row, pick in zip(flight.plan.sampled, result.picks, strict=True):
+            if row.alive:
                 self._take(row, pick, now)
-        offset = 0
-        for span in plan.spans:
-            if isinstance(span.sequence.request.spec, m.Encode) and span.sequence.alive:
-                self._pool(span, output.hidden[offset : offset + span.count])
-            offset += span.count
+        for span, hidden in zip(flight.plan.encoded, result.hidden, strict=True):
+            if span.sequence.alive:
+                self._pool(span, hidden)
+
+    def _count(self, row: Row) -> None:
+        request = row.request
+        if row.alive and request.last_step != self.steps:
+            request.last_step = self.steps
+            request.steps += 1
 
     def _take(self, row: Row, pick: Pick | None, now: float) -> None:
         request = row.request
@@ -216,7 +219,7 @@ class Engine:
         if pick.token in request.stop_ids:
             self._end(row, m.Finish.STOP, stop_token=pick.token)
             return
-        row.append(pick.token)
+        self._scheduler.take(row, pick.token)
         if row.full:
             self._end(row, m.Finish.LENGTH, pick)
         else:
@@ -259,7 +262,7 @@ class Engine:
     def _emit(self, plan: Plan, began: float) -> None:
         now = self._clock.monotonic()
         if plan.spans:
-            self._slowest.add(now, _ms(began, now))
+            self._measure(plan, now, _ms(began, now))
         load = self._scheduler.load(now, self._slowest.at(now))
         if plan.spans or self._runs or self._events:
             prefill, decode = plan.prefill_tokens, plan.decode_tokens
@@ -267,6 +270,11 @@ class Engine:
             self._runs, self._events = [], []
         elif now - self._spoke_at >= TICK_S:
             self._send(m.Tick(self.steps, load), now)
+
+    def _measure(self, plan: Plan, now: float, took_ms: float) -> None:
+        self._landed_at = now
+        self._slowest.add(now, took_ms)
+        self._pacer.observe(plan.prefill_tokens, plan.decode_tokens, plan.decode_context, took_ms)
 
     def _send(self, message: m.StepOut | m.Tick, now: float) -> None:
         self._outbox.send(message)
@@ -289,6 +297,13 @@ class SlowestStep:
     def at(self, now: float) -> float:
         """Milliseconds; 0 if no step ran in the last minute."""
         return max((took for second, took in self._buckets if second > now - 60), default=0.0)
+
+
+def _draw(span: Span) -> Draw:
+    row, spec = span.sequence, span.sequence.request.spec
+    assert isinstance(spec, m.Admit)
+    banned = row.request.stop_ids if row.output_length + span.pending < spec.min_tokens else ()
+    return Draw(spec.sampling, row.tokens, row.prompt_length, row.choice, banned, span.pending)
 
 
 def _failed(key: int, reason: Reason, message: str, *, work_done: bool) -> m.Failed:

@@ -49,6 +49,11 @@ class Sampling(msgspec.Struct, frozen=True, array_like=True):
     logprobs: int = -1  # -1 = none, n = the chosen token's and the n best, of the raw distribution
     seed: int = 0  # u64; Philox4x32-10 key; counter = (position, choice, 0, 0)
 
+    @property
+    def penalised(self) -> bool:
+        """True when a draw depends on the values of the tokens before it."""
+        return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
+
 
 class ChoiceIn(msgspec.Struct, frozen=True, array_like=True):
     """One choice to run, with the tokens it already has (after a migration)."""

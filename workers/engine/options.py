@@ -19,6 +19,7 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     kernel_mode: str = "fused"  # serves only if it agrees with "standard" at start-up
     threads: int = 0  # torch intra-op threads; 0 = the CPUs this process may use
     max_batch_tokens: int = 64  # tokens of one step; a prefill chunk of 64 holds streams up for 0.1 s on two CPUs
+    itl_slo_ms: float = 0.0  # objective between two tokens of a stream: prefills beside it are cut to it; 0 = off
     max_seqs: int = 32  # sequences running at once
     max_held: int = 4096  # sequences held, waiting or running; not below what the door admits
     max_context: int = 0  # 0 = the model's own

@@ -27,7 +27,6 @@ from workers.engine.engine import Engine, Outbox, Vocabulary
 from workers.engine.memory import TooLittleMemoryError, available_bytes, footprint, plan_blocks
 from workers.engine.options import EngineOptions, from_arguments
 from workers.engine.runner import Runner
-from workers.engine.sampler import sample
 from workers.engine.scheduler import Limits, Scheduler
 from workers.models.config import ConfigError
 from workers.models.loader import Model, load_model
@@ -119,7 +118,7 @@ def start(options: EngineOptions, mailbox: Mailbox, outbox: Outbox, clock: Clock
     runner.warm_up(min(options.max_batch_tokens, blocks * BLOCK_SIZE))
     vocabulary = Vocabulary(config.vocab_size, config.eos_token_ids)
     scheduler = Scheduler(limits, BlockPool(blocks))
-    engine = Engine(vocabulary, scheduler, runner, sample, clock, MailboxInbox(mailbox), outbox)
+    engine = Engine(vocabulary, scheduler, runner, clock, MailboxInbox(mailbox), outbox)
     gc.collect()
     gc.freeze()  # what start-up left is never looked at again
     outbox.send(_ready(model, limits, blocks))
@@ -132,7 +131,9 @@ def _plan(options: EngineOptions) -> tuple[Limits, int]:
     manifest = read_manifest(directory)
     config = check_texts(directory, manifest)
     context = min(options.max_context or config.max_context, config.max_context)
-    limits = Limits(options.max_batch_tokens, options.max_seqs, options.max_held, context)
+    limits = Limits(
+        options.max_batch_tokens, options.max_seqs, options.max_held, context, itl_slo_ms=options.itl_slo_ms
+    )
     precision = "fp32" if options.device == "cpu" else manifest.precision
     size = footprint(config, options, precision)
     return limits, plan_blocks(size, options, context, available_bytes(options))

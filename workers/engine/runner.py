@@ -1,11 +1,12 @@
 """The model and its KV pool: turns a plan into the arrays of one ragged step and runs it.
 
 Owns tensors, nothing else does. The one rule: `arrays` only reads the plan, `forward` only reads the arrays, so that a
-step is fully described by one `RaggedBatch`.
+step is fully described by one `RaggedBatch`, and `launch` is arrays → forward → sample, done when it returns.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -15,7 +16,9 @@ import torch
 
 from workers.engine.batch import BLOCK_SIZE, KVCache, RaggedBatch
 from workers.engine.blocks import blocks_for
+from workers.engine.sampler import Draw, sample
 from workers.engine.scheduler import Plan, Span
+from workers.engine.step import Computed, Result
 
 Ints = npt.NDArray[np.int32]
 
@@ -43,12 +46,19 @@ class Output:
 class Runner:
     """One model on one device. Not thread-safe: one step at a time."""
 
+    overlaps = False
+
     def __init__(self, model: Model, cache: KVCache) -> None:
         self._model = model
         self._cache = cache
 
+    def launch(self, plan: Plan, draws: Sequence[Draw]) -> Computed:
+        """See `step.StepRunner`; the step has run when this returns."""
+        output = self.forward(self.arrays(plan))
+        return Computed(Result(sample(output.logits, draws), encoded_rows(plan, output.hidden)))
+
     def arrays(self, plan: Plan) -> RaggedBatch:
-        """The ragged batch of a non-empty plan, on the cache's device."""
+        """The ragged batch of a non-empty plan, on the cache's device. Pending tokens are 0 in it."""
         spans = plan.spans
         starts = np.array([span.start for span in spans], np.int32)
         counts = np.array([span.count for span in spans], np.int32)
@@ -95,7 +105,17 @@ class Runner:
         return torch.from_numpy(array).to(self._cache.keys.device)
 
 
+def encoded_rows(plan: Plan, hidden: torch.Tensor) -> list[torch.Tensor]:
+    """Of the step's hidden states [T, d], those of each span of an encode, [count, d], in span order."""
+    if not plan.encoded:
+        return []
+    parts = torch.split(hidden, [span.count for span in plan.spans])
+    return [part for part, span in zip(parts, plan.spans, strict=True) if span.encodes]
+
+
 def _tokens(span: Span) -> Ints:
+    if span.pending:
+        return np.zeros(1, np.int32)
     return span.sequence.tokens[span.start : span.start + span.count]
 
 

@@ -28,15 +28,16 @@ class Draw:
     """What one logit row needs to become a token."""
 
     sampling: Sampling
-    tokens: npt.NDArray[np.int32]  # prompt and output so far
+    tokens: npt.NDArray[np.int32]  # prompt and output so far, as far as they are known
     prompt_length: int
     choice: int
     banned: Sequence[int] = ()  # ids masked out (the ends, while fewer than min_tokens are out)
+    pending: bool = False  # one more token precedes, which the step in flight draws (never if penalised)
 
     @property
     def position(self) -> int:
         """Index of the new token within the choice's output: the draw's counter."""
-        return len(self.tokens) - self.prompt_length
+        return len(self.tokens) + self.pending - self.prompt_length
 
     @property
     def plain(self) -> bool:
@@ -45,9 +46,7 @@ class Draw:
 
     @property
     def _edits(self) -> bool:
-        s = self.sampling
-        penalised = s.repetition_penalty != 1.0 or s.presence_penalty != 0.0 or s.frequency_penalty != 0.0
-        return bool(s.logit_bias) or penalised or bool(self.banned)
+        return bool(self.sampling.logit_bias) or self.sampling.penalised or bool(self.banned)
 
 
 @dataclass(frozen=True, slots=True)

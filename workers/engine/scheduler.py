@@ -1,7 +1,12 @@
 """What runs in the next step: decode first, then prefill chunks, then admission, inside one token budget.
 
 Owns the waiting and running sequences and their blocks; pure (no clock, no tensors, no randomness). The one rule: call
-`plan`, compute every span of it, then `advance` each; nothing else moves `computed`.
+`plan`, launch it, `advance` each span of it, and `take` each token that it drew when it is known; nothing else moves
+`computed`.
+
+A plan may be made while the step before is in flight: then a sequence that draws in that step takes part with one token
+whose value is not known (`Span.pending`), and nobody is preempted: if blocks are short, the plan is empty, and the next
+one is made when it is known who ended.
 
 Why nothing starves or livelocks: the waiting line is strict (priority, begun elsewhere, arrival, choice) and stops at
 the first sequence that does not fit; the victim of a preemption is always the most junior, so the most senior always
@@ -13,8 +18,9 @@ it gets here.
 from __future__ import annotations
 
 import bisect
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from itertools import accumulate
 
 import numpy as np
 
@@ -35,6 +41,7 @@ class Limits:
     max_held: int  # sequences held, waiting or running
     max_context: int  # prompt and output tokens of one sequence
     preemption_cap: int = 3
+    itl_slo_ms: float = 0.0  # objective for the time between two tokens of a stream (`pacing`); 0 = none
 
     def __post_init__(self) -> None:
         if not 1 <= self.max_seqs <= self.max_batch_tokens:
@@ -50,6 +57,12 @@ class Span:
     count: int
     prefill: bool  # False: a decode, its one token was drawn in the step before
     samples: bool  # a token is drawn from its last row
+    pending: bool = False  # its one token is what the step before draws, which is not known yet
+
+    @property
+    def encodes(self) -> bool:
+        """True if its hidden states are wanted."""
+        return isinstance(self.sequence.request.spec, Encode)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +77,17 @@ class Plan:
         return [span.sequence for span in self.spans if span.samples]
 
     @property
+    def encoded(self) -> list[Span]:
+        """Spans whose hidden states are wanted."""
+        return [span for span in self.spans if span.encodes]
+
+    def carried(self, before: Plan) -> list[tuple[int, int]]:
+        """For each pending span: its row among this step's tokens, and which pick of the step `before` it is."""
+        picks = {sequence: index for index, sequence in enumerate(before.sampled)}
+        rows = accumulate((span.count for span in self.spans), initial=0)
+        return [(row, picks[span.sequence]) for row, span in zip(rows, self.spans, strict=False) if span.pending]
+
+    @property
     def prefill_tokens(self) -> int:
         """Tokens of spans that are not decodes."""
         return sum(span.count for span in self.spans if span.prefill)
@@ -72,6 +96,14 @@ class Plan:
     def decode_tokens(self) -> int:
         """Tokens of decode spans."""
         return sum(span.count for span in self.spans if not span.prefill)
+
+    @property
+    def decode_context(self) -> int:
+        """Cached tokens that the decode spans read."""
+        return sum(span.start for span in self.spans if not span.prefill)
+
+
+Allowance = Callable[[int, int], int]  # (sequences that decode, their cached tokens) → prefill tokens beside them
 
 
 class Scheduler:
@@ -152,28 +184,40 @@ class Scheduler:
             if sequence.state is State.RUNNING:
                 self._to_waiting(sequence)
 
-    def plan(self) -> Plan:
-        """The next step. It is empty only if everything is paused or nothing is here."""
-        spans = [self._span(sequence, 1) for sequence in self._decodes()]
+    def plan(self, allowance: Allowance | None = None, *, flying: bool = False) -> Plan:
+        """The next step. It is empty only if everything is paused, nothing is here, or the one in flight decides.
+
+        `allowance` bounds the prefill tokens beside sequences that decode; `flying`: a step was launched that is not
+        read yet.
+        """
+        decoding = [sequence for sequence in self.running if not sequence.prefilling]
+        if flying and self._short(decoding):
+            return Plan(())
+        spans = [self._span(sequence, 1) for sequence in self._decodes(decoding)]
         budget = self.limits.max_batch_tokens - len(spans)
+        if allowance is not None and decoding:
+            budget = min(budget, allowance(len(decoding), sum(sequence.computed for sequence in decoding)))
         prefills = self._prefills()
         while budget and (sequence := next(prefills, None)):
             spans.append(self._span(sequence, budget))
             budget -= spans[-1].count
-        assert bool(spans) == self.runnable, "something could run and no token moves"
+        assert flying or bool(spans) == self.runnable, "something could run and no token moves"
         assert self.pool.writable(_written(spans)), "a shared or published block would be written"
         return Plan(tuple(spans))
 
     def advance(self, span: Span) -> None:
-        """The span was computed: its full blocks become shareable."""
+        """The span was launched: every later step finds it computed, so its full blocks become shareable."""
         sequence = span.sequence
-        assert sequence.state is State.RUNNING, "a span was computed for a sequence that does not run"
+        assert sequence.state is State.RUNNING, "a span was launched for a sequence that does not run"
         sequence.computed += span.count
         sequence.prefilling = sequence.computed < sequence.length
-        full = sequence.computed // BLOCK_SIZE
-        keys = sequence.keys(full)
-        for index in range(span.start // BLOCK_SIZE, full):
-            self.pool.publish(int(sequence.blocks[index]), keys[index])
+        sequence.pending += span.samples
+        self._publish(sequence)
+
+    def take(self, sequence: Sequence, token: int) -> None:
+        """The token that a launched span drew is known: the block that it completes becomes shareable."""
+        sequence.append(token)
+        self._publish(sequence)
 
     def finish(self, sequence: Sequence, why: Finish) -> None:
         """Ends a sequence; with its last one the request is gone. Ending twice changes nothing."""
@@ -196,15 +240,28 @@ class Scheduler:
         assert self.held <= self.limits.max_held, "more sequences are held than allowed"
 
     def _span(self, sequence: Sequence, budget: int) -> Span:
-        wanted = sequence.length - sequence.computed
+        wanted = sequence.wanted
         count = min(budget, wanted)
         samples = count == wanted and not isinstance(sequence.request.spec, Encode)
-        return Span(sequence, sequence.computed, count, sequence.prefilling, samples)
+        return Span(sequence, sequence.computed, count, sequence.prefilling, samples, bool(sequence.pending))
 
-    def _decodes(self) -> Iterator[Sequence]:
-        for sequence in [sequence for sequence in self.running if not sequence.prefilling]:
-            if sequence.state is State.RUNNING and self._extend(sequence):
+    def _publish(self, sequence: Sequence) -> None:
+        """Offers its blocks whose tokens are all launched and all known (a pending token has no hash)."""
+        full = min(sequence.computed, sequence.length) // BLOCK_SIZE
+        if full > sequence.published:
+            keys = sequence.keys(full)
+            for index in range(sequence.published, full):
+                self.pool.publish(int(sequence.blocks[index]), keys[index])
+            sequence.published = full
+
+    def _decodes(self, decoding: list[Sequence]) -> Iterator[Sequence]:
+        for sequence in decoding:
+            if sequence.state is State.RUNNING and sequence.wanted and self._extend(sequence):
                 yield sequence
+
+    def _short(self, decoding: list[Sequence]) -> bool:
+        """True if somebody would have to leave for the next tokens of these."""
+        return sum(_at_the_edge(sequence) for sequence in decoding if sequence.wanted) > self.pool.available
 
     def _prefills(self) -> Iterator[Sequence]:
         """Sequences in the middle of a prefill, then newly admitted ones, as far as the caller asks for more."""
@@ -219,8 +276,10 @@ class Scheduler:
     def _ready(self, sequence: Sequence) -> bool:
         """Choices wait for the first living one to compute the prompt that they share with it."""
         request = sequence.request
-        if request.paused or isinstance(request.spec, Encode):
-            return not request.paused
+        if request.paused or sequence.pending:
+            return False
+        if isinstance(request.spec, Encode):
+            return True
         first = next(other for other in request.sequences if other.alive)
         return sequence is first or not first.prefilling
 
@@ -235,6 +294,7 @@ class Scheduler:
             return False
         self.pool.share(cached)
         sequence.hold([*cached, *self.pool.take(fresh)])
+        sequence.published = len(cached)
         sequence.computed = len(cached) * BLOCK_SIZE
         sequence.state = State.RUNNING
         _drop(self.waiting, sequence)
@@ -243,7 +303,7 @@ class Scheduler:
 
     def _extend(self, sequence: Sequence) -> bool:
         """Room for its next token, at the expense of its juniors; False when it had to leave itself."""
-        while sequence.computed == sequence.held * BLOCK_SIZE:
+        while _at_the_edge(sequence):
             if self.pool.available:
                 sequence.hold(self.pool.take(1))
                 break
@@ -257,6 +317,7 @@ class Scheduler:
         return sequence.preemptions >= self.limits.preemption_cap
 
     def _preempt(self, victim: Sequence) -> None:
+        assert not victim.pending, "a sequence was preempted by a plan that could have waited"
         victim.preemptions += 1
         victim.request.preemptions += 1
         self.preemptions += 1
@@ -279,6 +340,11 @@ def _written(spans: list[Span]) -> Tokens:
     """Ids of the blocks that the spans write, int32 [n]."""
     tables = [span.sequence.blocks[span.start // BLOCK_SIZE : blocks_for(span.start + span.count)] for span in spans]
     return np.concatenate(tables) if tables else np.zeros(0, np.int32)
+
+
+def _at_the_edge(sequence: Sequence) -> bool:
+    """True if its next token needs one more block."""
+    return sequence.computed == sequence.held * BLOCK_SIZE
 
 
 def _seniority(sequence: Sequence) -> tuple[int, bool, int, int]:

@@ -1,7 +1,8 @@
 """Requests inside the engine and their sequences: one per choice of a generation, one per input of an encode.
 
-Owns what is known about them and nothing about policy. The one rule: `computed` counts tokens whose keys and values are
-in the pool; a sequence wants `length - computed` more, and phase is the explicit flag `prefilling`, never inferred.
+Owns what is known about them and nothing about policy. The one rule: `computed` counts tokens whose keys and values the
+next step finds in the pool, `length` those whose values are known, `pending` those that steps in flight draw; phase is
+the explicit flag `prefilling`, never inferred.
 """
 
 from __future__ import annotations
@@ -42,11 +43,13 @@ class Sequence:
         "finish",
         "held",
         "length",
+        "pending",
         "pooled",
         "pooled_sum",
         "preemptions",
         "prefilling",
         "prompt_length",
+        "published",
         "request",
         "scope",
         "state",
@@ -60,7 +63,9 @@ class Sequence:
         self.prompt_length = len(prompt)
         self.length = len(prompt) + len(emitted)
         self.computed = 0
+        self.pending = 0
         self.held = 0
+        self.published = 0  # leading blocks of its table that were offered to the prefix cache, or came from it
         self.prefilling = True
         self.state = State.WAITING
         self.finish = Finish.NONE
@@ -94,6 +99,17 @@ class Sequence:
         return not isinstance(self.request.spec, Encode) and self.length == len(self._tokens)
 
     @property
+    def wanted(self) -> int:
+        """Tokens to compute before its next draw; 0 while nothing can be done before the step in flight is read.
+
+        That is so for an encode whose last chunk is in flight, for a generation whose last token is, and for one whose
+        next draw depends on the value of that token.
+        """
+        if self.pending and (self.request.penalised or self.length + self.pending == len(self._tokens)):
+            return 0
+        return self.length + self.pending - self.computed
+
+    @property
     def output_length(self) -> int:
         """Tokens of the output so far."""
         return self.length - self.prompt_length
@@ -109,9 +125,10 @@ class Sequence:
         return blocks_for(max(len(self._tokens) - 1, self.prompt_length))
 
     def append(self, token: int) -> None:
-        """One more output token."""
+        """One more output token: the oldest of those that were pending."""
         self._tokens[self.length] = token
         self.length += 1
+        self.pending -= 1
 
     def hold(self, blocks: Items[int]) -> None:
         """More blocks at the end of its table."""
@@ -123,11 +140,13 @@ class Sequence:
         blocks: list[int] = self.blocks.tolist()
         self.held = 0
         self.computed = 0
+        self.published = 0
         self.prefilling = True
         return blocks
 
     def keys(self, count: int) -> list[Key]:
         """Prefix keys of its first `count` full blocks (computed once, kept)."""
+        assert count * BLOCK_SIZE <= self.length, "a key of tokens that are not known"
         while len(self._keys) < count:
             start = len(self._keys) * BLOCK_SIZE
             parent = self._keys[-1] if self._keys else self.scope
@@ -152,6 +171,7 @@ class Request:
     sequences: list[Sequence] = field(default_factory=list)
     alive: int = 0  # sequences that have not ended
     stop_ids: tuple[int, ...] = ()
+    penalised: bool = False  # its draws depend on the values of the tokens before them
     paused: bool = False
     scheduled: float | None = None
     first_token: float | None = None
@@ -186,7 +206,8 @@ def generation(spec: Admit, rank: int, now: float, ends: Items[int], max_context
     """The request of an `Admit`. `ends` are the model's end-of-sequence ids."""
     stops = tuple(sorted({*spec.stop_token_ids, *(() if spec.ignore_eos else ends)}))
     begun = any(choice.emitted for choice in spec.choices)
-    request = Request(spec, rank, now, _deadline(spec, now), begun, stop_ids=stops)
+    penalised = spec.sampling.penalised
+    request = Request(spec, rank, now, _deadline(spec, now), begun, stop_ids=stops, penalised=penalised)
     prompt = unpack_tokens(spec.prompt)
     limit = min(len(prompt) + spec.max_tokens, max_context)
     scope = spec.cache_scope or _private_scope(spec.key, 0)
