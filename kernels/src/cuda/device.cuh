@@ -26,7 +26,8 @@ __device__ __forceinline__ void pdl_wait() {
 }
 
 // The next kernel may be put on free multiprocessors once every block has called this or ended. Says nothing about
-// memory: the next kernel's pdl_wait() does. Safe at any place for that reason.
+// memory: the next kernel's pdl_wait() does, and so it is safe at any place. After this kernel's own pdl_wait() it keeps
+// the overlap to two kernels.
 __device__ __forceinline__ void pdl_trigger() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
