@@ -132,8 +132,9 @@ typedef struct tl_cuda_linear_plan_args {
   int64_t workspace_bytes; /* what each call brings; 32 MiB is plenty on Hopper */
 } tl_cuda_linear_plan_args;
 
-/* Choose. Allocates; not to be captured. cuBLASLt is looked for at the first plan: the copy that the process has loaded
- * already (torch's), else where the system finds it. All plans of a process are for the device current at the first. */
+/* Choose. Allocates; not to be captured, and run a plan once before its calls are: cuBLASLt loads a kernel when it is
+ * first used. cuBLASLt is looked for at the first plan: the copy that the process has loaded already (torch's), else
+ * where the system finds it. All plans of a process are for the device current at the first. */
 TL_API tl_status tl_cuda_linear_plan_create(const tl_cuda_linear_plan_args *args, tl_cuda_linear_plan **out);
 
 /* NULL is allowed. Graphs that captured its calls live on. */
