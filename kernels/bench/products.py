@@ -53,6 +53,7 @@ def measure(columns: int, inner: int) -> None:
     """Every number of rows for one shape."""
     bytes_each = 2 * columns * inner
     weights = [torch.randn(columns, inner, device="cuda").bfloat16() for _ in range(2 + ROTATED_BYTES // bytes_each)]
+    torch.cuda.synchronize()  # kernels read weights ahead of the stream
     workspace = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device="cuda")
     for rows in ROWS:
         x = torch.randn(rows, inner, device="cuda").bfloat16()

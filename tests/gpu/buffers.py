@@ -59,9 +59,10 @@ def poisoned(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Buffer:
 
 
 def guarded(values: torch.Tensor) -> Buffer:
-    """A copy of `values` (from any device, in their dtype)."""
+    """A copy of `values` (from any device, in their dtype), finished: kernels read weights ahead of the stream."""
     buffer = poisoned(*values.shape, dtype=values.dtype)
     buffer.tensor.copy_(values)
+    torch.cuda.synchronize()
     return buffer
 
 
