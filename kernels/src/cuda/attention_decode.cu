@@ -262,7 +262,8 @@ __global__ void __launch_bounds__(kThreads, 2)
   if (threadIdx.x == 0) {
     prefetch_map(&maps.keys);
     prefetch_map(&maps.values);
-    for (int stage = 0; stage < stages; ++stage) {
+#pragma unroll
+    for (int stage = 0; stage < kMaxStages; ++stage) {
       barrier_init(ring.full(stage), 1);
       barrier_init(ring.empty(stage), kWorkers);
     }
