@@ -104,7 +104,8 @@ __device__ __forceinline__ void make_plan(const Sequences &sequences, const Head
       any ? Keys{visible(position(last), position(last), heads.window).first, position(first) + 1} : Keys{0, 0};
 }
 
-// Calls move(offset in shared memory, row of q and out, its head) for each 16 bytes of a warp's rows.
+// For each 16 bytes of a warp's rows: move(offset in shared memory, row of q and out, head in the group, column,
+// whether there is such a row).
 template <int kDim, typename Move>
 __device__ __forceinline__ void each_chunk(const Rows &rows, int group, int first, int lane, Move move) {
   constexpr int kChunks = kDim / 8, kRowsAtOnce = kWarp / kChunks;
@@ -125,12 +126,12 @@ struct Walk {
   static constexpr int kKeyBlocks = kKeysAtOnce / 16;
 
   int lane;
-  uint32_t queries;           // the warp's first row in shared memory
+  uint32_t queries;  // the warp's first row in shared memory
   const Plan &plan;
   const Heads &heads;
-  int first;                  // the warp's first row in the block
-  float best[kSlabs][2];      // the largest product so far
-  float total[kSlabs][2];     // sum of the weights, of this lane's keys
+  int first;  // the warp's first row in the block
+  float best[kSlabs][2];   // the largest product so far
+  float total[kSlabs][2];  // sum of the weights, of this lane's keys
   float mixed[kSlabs][2 * kBlocks][4];
 
   __device__ __forceinline__ void begin() {
