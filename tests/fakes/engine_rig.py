@@ -6,6 +6,7 @@ import random
 from collections import defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from tests.fakes.clock import FakeClock
 from tests.fakes.hash_model import END, VOCAB, HashModel
@@ -16,7 +17,7 @@ from workers.engine.engine import Engine, Vocabulary
 from workers.engine.runner import Runner, encoded_rows
 from workers.engine.sampler import Draw, sample
 from workers.engine.scheduler import Limits, Plan, Scheduler
-from workers.engine.step import Result
+from workers.engine.step import Result, StepRunner
 
 
 @dataclass
@@ -158,11 +159,11 @@ class Rig:
         itl_slo_ms: float = 0.0,
         *,
         overlap: bool = False,
-        runner: SpyRunner | None = None,
+        runner: StepRunner | None = None,
     ) -> None:
         self.clock = FakeClock()
         self.notes = Notebook()
-        self.runner = runner or (LateRunner(blocks) if overlap else SpyRunner(blocks))
+        self.runner: Any = runner or (LateRunner(blocks) if overlap else SpyRunner(blocks))
         self.pool = BlockPool(blocks)
         limits = Limits(batch_tokens, seqs, held, context, itl_slo_ms=itl_slo_ms)
         self.scheduler = Scheduler(limits, self.pool)

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from tests.fakes.engine_rig import LateRunner, Rig
 from tests.fakes.hash_model import POISON
 from workers.engine import messages as m
+from workers.engine.step import StepRunner
 
 SHARED = hashlib.sha256(b"shared").digest()
 PATIENT = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -116,9 +117,9 @@ def scenes(draw: st.DrawFn) -> tuple[Machine, list[Job]]:
     return machine, draw(jobs(min(machine.blocks * 16, 120)))
 
 
-def play(machine: Machine, jobs: Sequence[Job], *, overlap: bool) -> Rig:
+def play(machine: Machine, jobs: Sequence[Job], *, overlap: bool, runner: StepRunner | None = None) -> Rig:
     """Everything to its end. INV-4 is asserted by the engine in every turn."""
-    rig = Rig(machine.blocks, machine.batch_tokens, machine.seqs, overlap=overlap)
+    rig = Rig(machine.blocks, machine.batch_tokens, machine.seqs, overlap=overlap, runner=runner)
     open_ = {job.work.key: job.meddling for job in jobs if job.meddling}
     resume: dict[int, list[int]] = {}
     for turn in range(4000):

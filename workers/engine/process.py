@@ -13,6 +13,7 @@ import signal
 import socket
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -23,11 +24,14 @@ from shared.mailbox import Mailbox, MailboxClosed
 from workers.engine import messages as m
 from workers.engine.batch import BLOCK_SIZE, KVCache
 from workers.engine.blocks import BlockPool
+from workers.engine.device import CudaDevice
 from workers.engine.engine import Engine, Outbox, Vocabulary
+from workers.engine.gpu_runner import GpuRunner
 from workers.engine.memory import TooLittleMemoryError, available_bytes, footprint, plan_blocks
 from workers.engine.options import EngineOptions, from_arguments
 from workers.engine.runner import Runner
 from workers.engine.scheduler import Limits, Scheduler
+from workers.engine.step import StepRunner
 from workers.models.config import ConfigError
 from workers.models.loader import Model, load_model
 from workers.weights.load import check_texts
@@ -112,10 +116,10 @@ def start(options: EngineOptions, mailbox: Mailbox, outbox: Outbox, clock: Clock
         progress=progress,
     )
     config = model.config
+    blocks = _blocks_beside(model, options, blocks)
     cache = KVCache.zeros(config.layers, blocks, config.kv_heads, config.head_dim, model.dtype, model.device)
-    runner = Runner(model, cache)
     progress("warm up", 0.0)
-    runner.warm_up(min(options.max_batch_tokens, blocks * BLOCK_SIZE))
+    runner = _runner(model, cache, limits)
     vocabulary = Vocabulary(config.vocab_size, config.eos_token_ids)
     scheduler = Scheduler(limits, BlockPool(blocks))
     engine = Engine(vocabulary, scheduler, runner, clock, MailboxInbox(mailbox), outbox)
@@ -123,6 +127,27 @@ def start(options: EngineOptions, mailbox: Mailbox, outbox: Outbox, clock: Clock
     gc.freeze()  # what start-up left is never looked at again
     outbox.send(_ready(model, limits, blocks))
     return engine
+
+
+def _runner(model: Model, cache: KVCache, limits: Limits) -> StepRunner:
+    """What runs the steps, warm. On a GPU our kernels run ahead of the host; anything else is waited for."""
+    plain = Runner(model, cache)
+    plain.warm_up(min(limits.max_batch_tokens, cache.blocks * BLOCK_SIZE))
+    if model.device.type != "cuda" or model.kernel_mode != "fused":
+        return plain
+    runner = GpuRunner(model, cache, limits, model.config.vocab_size, CudaDevice(model.device))
+    runner.record()
+    return runner
+
+
+def _blocks_beside(model: Model, options: EngineOptions, planned: int) -> int:
+    """KV blocks beside a loaded model: on a GPU, where what is free can be measured, the plan is made again."""
+    if model.device.type != "cuda" or options.memory_limit_mb:
+        return planned
+    torch.cuda.empty_cache()  # what loading needed and no longer does
+    size = footprint(model.config, options, model.manifest.precision)
+    context = min(options.max_context or model.config.max_context, model.config.max_context)
+    return plan_blocks(replace(size, weights=0), options, context, available_bytes(options))
 
 
 def _plan(options: EngineOptions) -> tuple[Limits, int]:

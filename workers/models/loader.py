@@ -104,6 +104,7 @@ def _on_gpu(standard: Model) -> Model:
         raise KernelError(f"the CUDA kernels compute in bf16, the artefact is {standard.manifest.precision}")
     from workers.models.cuda import CudaOps
 
+    torch.cuda.synchronize(standard.device)  # the kernels read weights ahead of what is on the stream
     ops = CudaOps(standard.device)
     decoder = standard.decoder.under(ops)
     return replace(standard, kernel_mode="fused", path=ops.path, invariant=ops.invariant, decoder=decoder)

@@ -1,0 +1,68 @@
+"""From `Draw`s to the arrays of a sampling call on the device.
+
+Owns the translation only; the meaning of the numbers is in `kernels/include/tl_kernels.h` and `sampler.py`. The one
+rule: what a row's edits depend on is known on the host (`Draw.pending` rows are never penalised).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from trunkline_kernels.library import SampleBias, SampleCount, SampleRow
+from workers.engine.sampler import Draw
+
+ROW = np.dtype(SampleRow)
+BIAS = np.dtype(SampleBias)
+COUNT = np.dtype(SampleCount)
+
+
+class DrawArrays(NamedTuple):
+    """A sampling call's parameters."""
+
+    rows: npt.NDArray[np.void]  # ROW [R]
+    biases: npt.NDArray[np.void]  # BIAS [B]
+    histories: npt.NDArray[np.void]  # COUNT [H, capacity]
+    history_lengths: npt.NDArray[np.int32]  # [H]
+
+
+def draw_arrays(draws: Sequence[Draw]) -> DrawArrays:
+    """The arrays for `draws`; row i's token also goes to entry i of the call's `next_tokens`."""
+    rows = np.zeros(len(draws), ROW)
+    rows["active"], rows["next"] = 1, np.arange(len(draws))
+    rows["history"] = -1
+    biases: list[tuple[int, float]] = []
+    histories: list[npt.NDArray[np.void]] = []
+    for index, draw in enumerate(draws):
+        row, sampling = rows[index], draw.sampling
+        row["seed"], row["choice"], row["position"] = sampling.seed, draw.choice, draw.position
+        row["temperature"], row["top_k"], row["logprobs"] = sampling.temperature, sampling.top_k, sampling.logprobs
+        row["top_p"], row["min_p"] = sampling.top_p, sampling.min_p
+        row["repetition_penalty"] = sampling.repetition_penalty
+        row["presence_penalty"], row["frequency_penalty"] = sampling.presence_penalty, sampling.frequency_penalty
+        if sampling.logit_bias or draw.banned:
+            added = {**sampling.logit_bias, **dict.fromkeys(draw.banned, -math.inf)}
+            row["bias_start"], row["bias_count"] = len(biases), len(added)
+            biases.extend(added.items())
+        if sampling.penalised:
+            row["history"] = len(histories)
+            histories.append(_history(draw))
+    capacity = max((len(history) for history in histories), default=0) + 1  # and the one that is drawn
+    table = np.zeros((len(histories), capacity), COUNT)
+    for line, history in zip(table, histories, strict=True):
+        line[: len(history)] = history
+    lengths = np.array([len(history) for history in histories], np.int32)
+    return DrawArrays(rows, np.array(biases, BIAS), table, lengths)
+
+
+def _history(draw: Draw) -> npt.NDArray[np.void]:
+    """COUNT [n]: the distinct ids so far, and how often each is in the output."""
+    ids, where = np.unique(draw.tokens, return_inverse=True)
+    history = np.zeros(len(ids), COUNT)
+    history["token"] = ids
+    history["count"] = np.bincount(where[draw.prompt_length :], minlength=len(ids))
+    return history
