@@ -90,7 +90,7 @@ SEEDS ?= 1000
 GPU_PYTHON ?= python3
 GPU_TESTS ?= $(sort $(wildcard tests/gpu/test_*.py))
 
-.PHONY: test test-quick test-e2e test-gpu test-many test-sim test-sim-mutations chaos bench bench-mesh bench-engine bench-online
+.PHONY: test test-quick test-e2e test-gpu test-many test-sim test-sim-mutations chaos bench bench-mesh bench-kernels bench-engine bench-online
 test: setup kernels-cuda ## the whole suite; tests that need a GPU are skipped where none is
 	@$(RUN) -m pytest tests
 
@@ -129,6 +129,9 @@ bench: setup ## the engine alone, then the whole mesh, on this machine; results 
 
 bench-mesh: setup ## the mesh rows of the targets, with the latency-model engine; results in tests/bench/results
 	@$(RUN) -m tests.bench.mesh
+
+bench-kernels: setup kernels-cuda ## the CUDA calls on a GPU: right, then their time beside torch's and the roof
+	@$(RUN) -m tests.bench.kernels_gpu
 
 bench-engine: setup ## the engine's rows of the targets on a GPU, with random weights (SHAPE=8b|1b|135m MODE=)
 	@$(RUN) -m tests.bench.engine_gpu --shape $(SHAPE) --kernel-mode $(MODE)
