@@ -12,6 +12,7 @@ from workers.engine.options import EngineOptions
 
 Positive = Annotated[int, msgspec.Meta(ge=1)]
 Natural = Annotated[int, msgspec.Meta(ge=0)]
+Objective = Annotated[float, msgspec.Meta(ge=0, le=60_000)]
 Share = Annotated[float, msgspec.Meta(gt=0, le=1)]
 Text = Annotated[str, msgspec.Meta(min_length=1, max_length=64)]
 
@@ -31,7 +32,7 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     kernel_mode: Literal["fused", "standard"] = "fused"
     threads: Natural = 0  # intra-op threads
     max_batch_tokens: Positive = 64  # tokens of one step; on two CPUs a chunk of 64 holds streams up for 0.1 s
-    itl_slo_ms: Annotated[float, msgspec.Meta(ge=0)] = 0.0  # between two tokens of a stream; see ARCHITECTURE §5
+    itl_slo_ms: Objective = 0.0  # between two tokens of a stream: prefills beside it are cut to it; 0 = off
     max_seqs: Positive = 32  # sequences running at once
     max_held: Positive = 4096  # sequences held, waiting or running
     max_context: Natural = 0

@@ -29,7 +29,7 @@ class Meddling:
     what: str  # stop, pause, cancel
     choice: int
     tokens: int
-    turns: int  # of a pause
+    turns: int  # of a pause; 0: it is over before the engine hears of it
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ meddlings = st.none() | st.builds(
     what=st.sampled_from(["stop", "pause", "cancel"]),
     choice=st.integers(0, 2),
     tokens=st.integers(1, 20),
-    turns=st.integers(1, 6),
+    turns=st.integers(0, 6),
 )
 
 
@@ -129,7 +129,9 @@ def play(machine: Machine, jobs: Sequence[Job], *, overlap: bool, runner: StepRu
             if len(rig.notes.tokens.get((key, meddling.choice), ())) >= meddling.tokens:
                 rig.say(_said(key, meddling))
                 del open_[key]
-                if meddling.what == "pause":
+                if meddling.what == "pause" and meddling.turns == 0:
+                    rig.say(m.Pause(key, False))
+                elif meddling.what == "pause":
                     resume.setdefault(turn + meddling.turns, []).append(key)
         if not rig.step() and not rig.queue and turn > 30 and not resume:
             break

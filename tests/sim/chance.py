@@ -47,6 +47,7 @@ class Chance:
                 max_batch_tokens=rng.choice((16, 64)),
                 step_s=rng.choice((0.01, 0.02, 0.05)),
                 load_s=rng.choice((0.1, 0.5, 2.0)),
+                overlap=seed % 2 == 1,
             ),
             max_requests=rng.choice((4, 16)),
             other_tokens=rng.random() < 0.2,

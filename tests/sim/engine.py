@@ -8,6 +8,7 @@ it says is heard when it would be said.
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import zlib
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -29,7 +30,7 @@ from workers.engine.engine import TICK_S, Engine, Vocabulary
 from workers.engine.messages import Sampling
 from workers.engine.sampler import Draw, Pick
 from workers.engine.scheduler import Limits, Plan, Scheduler, Span
-from workers.engine.step import Computed, Result
+from workers.engine.step import Result
 from workers.supervisor import MOST_PAUSE_S, PAUSE_S, SOUND_LIFE_S, WATCH_S, Send
 from workers.worker import Worker
 
@@ -87,6 +88,7 @@ class Shape:
     step_s: float = 0.01
     prefill_s: float = 0.0001  # more, per token
     load_s: float = 0.5
+    overlap: bool = False  # the next step is launched before the one in flight is read
 
     def ready(self, artefact_hash: str, tokenizer_hash: str) -> m.Ready:
         """As the engine says it."""
@@ -97,14 +99,13 @@ class Shape:
 class SimEngine:
     """One engine process: inbox, outbox, clock and runner of the real `Engine`. `salt` changes what it draws."""
 
-    overlaps = False
-
     def __init__(self, process: Process, loop: SimLoop, shape: Shape, rng: Rng, salt: int,
                  hears: Callable[[bytes], None]) -> None:  # fmt: skip
         self.process = process
         self.salt = salt
         self.slow = 1.0  # times longer steps
         self.sleeping = False
+        self.overlaps = shape.overlap
         self._loop = loop
         self._shape = shape
         self._rng = rng
@@ -113,6 +114,7 @@ class SimEngine:
         self._news: asyncio.Future[None] | None = None
         self._said: list[tuple[float, bytes]] = []
         self._offset = 0.0  # how far the step is ahead of the loop
+        self._free_at = 0.0  # when the device has done what was launched
         self._cancelled: set[int] = set()
         self.scheduler = Scheduler(
             Limits(shape.max_batch_tokens, shape.max_seqs, shape.max_held, shape.max_context), BlockPool(shape.blocks)
@@ -181,26 +183,47 @@ class SimEngine:
     def wall_ms(self) -> int:
         return round(self.monotonic() * 1000)
 
-    def launch(self, plan: Plan, draws: Sequence[Draw]) -> Computed:
+    def launch(self, plan: Plan, draws: Sequence[Draw]) -> SimStep:
         """The step takes its time. INV-12: nothing that the engine knows to be cancelled is in it."""
         keys = {span.sequence.request.key for span in plan.spans}
         assert not keys & self._cancelled, f"INV-12: a step for cancelled keys {keys & self._cancelled}"
         assert all(request.key not in self._cancelled for request in self.scheduler.requests.values())
         shape = self._shape
         took_s = shape.step_s + shape.prefill_s * plan.prefill_tokens
-        self._offset += took_s * self.slow * self._rng.uniform(0.8, 1.25)
-        return Computed(Result([self._pick(draw) for draw in draws], [self._hidden(span) for span in plan.encoded]))
+        self._free_at = max(self._free_at, self.monotonic()) + took_s * self.slow * self._rng.uniform(0.8, 1.25)
+        return SimStep(self, plan, draws, self._free_at)
+
+    def wait_until(self, moment: float) -> None:
+        """What is said from now on is said then, or later."""
+        self._offset = max(self._offset, moment - self._loop.now)
+
+
+@dataclass(frozen=True)
+class SimStep:
+    """A step on the device of an engine. What it draws is settled when it is read: then the token before is known."""
+
+    engine: SimEngine
+    plan: Plan
+    draws: Sequence[Draw]
+    ends: float
+
+    def result(self) -> Result:
+        """See `step.Launched`."""
+        self.engine.wait_until(self.ends)
+        picks = [self._pick(row.tokens, draw) for row, draw in zip(self.plan.sampled, self.draws, strict=True)]
+        return Result(picks, [self._hidden(span) for span in self.plan.encoded])
 
     def _hidden(self, span: Span) -> torch.Tensor:
         ids = span.sequence.tokens[span.start : span.start + span.count].tolist()
-        return torch.from_numpy(states(self.salt, ids))
+        return torch.from_numpy(states(self.engine.salt, ids))
 
-    def _pick(self, draw: Draw) -> Pick:
-        return Pick(self._draw(draw), m.Logprob(-0.5) if draw.sampling.logprobs >= 0 else None)
+    def _pick(self, tokens: npt.NDArray[np.int32], draw: Draw) -> Pick:
+        known = dataclasses.replace(draw, tokens=tokens, pending=False)
+        return Pick(self._draw(known), m.Logprob(-0.5) if draw.sampling.logprobs >= 0 else None)
 
     def _draw(self, draw: Draw) -> int:
         sampling: Sampling = draw.sampling
-        state = zlib.crc32(draw.tokens.tobytes(), _start(self.salt, sampling.seed, draw.choice))
+        state = zlib.crc32(draw.tokens.tobytes(), _start(self.engine.salt, sampling.seed, draw.choice))
         drawn = _drawn(state, draw.tokens, draw.choice, draw.position)
         return state % TEXT_TOKENS if drawn in draw.banned else drawn
 

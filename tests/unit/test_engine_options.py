@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from workers.config import EngineConfig
 from workers.engine.memory import MIB, Footprint, TooLittleMemoryError, available_bytes, plan_blocks
 from workers.engine.options import EngineOptions, from_arguments, to_arguments
 
@@ -11,6 +12,14 @@ from workers.engine.options import EngineOptions, from_arguments, to_arguments
 def test_options_survive_the_command_line() -> None:
     options = EngineOptions(model="/a b", threads=3, kv_memory_fraction=0.25, device="cuda:1", memory_limit_mb=7)
     assert from_arguments(to_arguments(9, options)) == (9, options)
+
+
+def test_every_option_of_the_engine_can_be_configured() -> None:
+    configured = EngineConfig(device="cuda", itl_slo_ms=25.0, threads=2)
+    assert from_arguments(to_arguments(9, configured.options("m"))) == (
+        9,
+        EngineOptions(model="m", device="cuda", itl_slo_ms=25.0, threads=2),
+    )
 
 
 def test_an_unknown_flag_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

@@ -137,6 +137,19 @@ def test_a_step_in_flight_lands_when_everything_is_paused_and_then_the_engine_re
     assert rig.notes.tokens[1, 0] == greedy([2, 3], 6)
 
 
+def test_a_pause_that_is_over_at_once_costs_a_step_and_no_token() -> None:
+    rig = Rig(overlap=True)
+    rig.say(admit(1, [2] * 20, 6, ignore_eos=True), admit(2, [3], 6, ignore_eos=True))
+    rig.step()
+    rig.step()
+    rig.say(m.Pause(1, True), m.Pause(1, False))
+    rig.step()
+    assert rig.runner.keys[-1] == {2}, "what it draws in flight comes first"
+    rig.finish()
+    assert rig.notes.tokens[1, 0] == greedy([2] * 20, 6)
+    assert rig.notes.tokens[2, 0] == greedy([3], 6)
+
+
 def test_the_last_token_of_a_paused_request_ends_it() -> None:
     rig = Rig(overlap=True)
     rig.say(admit(1, [2, 3], 2, ignore_eos=True))
