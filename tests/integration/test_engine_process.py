@@ -88,6 +88,7 @@ def test_an_engine_ends_by_itself_when_its_door_dies(artefact_dir: Path) -> None
         ({"memory_limit_mb": 600}, "MEMORY", ["MiB of memory are needed", "600 MiB are available"]),
         ({"kv_blocks": 10**7}, "MEMORY", ["cache of 160000000 tokens"]),
         ({"model": "/nowhere"}, "ARTEFACT", ["manifest.json", "missing"]),
+        ({"device": "tpu"}, "DEVICE", ["'tpu'", "cpu, cuda"]),
         ({"max_seqs": 64, "max_batch_tokens": 32, "kv_blocks": 8}, "ENGINE", ["max_seqs 64"]),
     ],
 )

@@ -6,15 +6,21 @@ here happens on one stream, in the order of the calls, and only `Event.wait` wai
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Protocol
 
 import torch
 
+from shared.clock import Clock
 from trunkline_kernels.cuda.library import PDL
 from trunkline_kernels.cuda.sampling import sample
 from trunkline_kernels.cuda.step import StepBegin, step_begin
 from trunkline_kernels.library import SampleArgs
+from workers.engine.accelerator import DeviceError
+
+STEP_LIMIT_S = 60.0  # a step takes milliseconds, the longest prefill seconds
+LOOK_S = 20e-6  # between looks at a step in flight; the next one runs meanwhile
 
 Outputs = tuple[torch.Tensor, ...]
 Replay = Callable[[], None]
@@ -59,21 +65,27 @@ class Device(Protocol):
 
 
 class CudaEvent:
-    """See `Event`."""
+    """See `Event`. Looks again and again, so that a GPU that hangs is noticed: DeviceError after STEP_LIMIT_S."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
         self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         self._event.record()
 
     def wait(self) -> None:
-        self._event.synchronize()
+        began = self._clock.monotonic()
+        while not self._event.query():  # type: ignore[no-untyped-call]
+            if self._clock.monotonic() - began > STEP_LIMIT_S:
+                raise DeviceError(f"the GPU did not finish a step in {STEP_LIMIT_S:g} s")
+            time.sleep(LOOK_S)
 
 
 class CudaDevice:
     """One GPU, on a stream that becomes this thread's current one. Graphs share one memory pool: they take turns."""
 
-    def __init__(self, place: torch.device) -> None:
+    def __init__(self, place: torch.device, clock: Clock) -> None:
         self.place = place
+        self._clock = clock
         torch.cuda.synchronize(place)
         torch.cuda.set_stream(torch.cuda.Stream(place))  # type: ignore[no-untyped-call]
         self._pool = torch.cuda.graph_pool_handle()
@@ -93,7 +105,7 @@ class CudaDevice:
         sample(args, self._stream())
 
     def mark(self) -> CudaEvent:
-        return CudaEvent()
+        return CudaEvent(self._clock)
 
     def capture(self, run: Callable[[], Outputs]) -> tuple[Replay, Outputs]:
         run()  # algorithms are chosen and kernels loaded outside of the capture

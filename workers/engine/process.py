@@ -22,6 +22,7 @@ import torch
 from shared.clock import SYSTEM_CLOCK, Clock
 from shared.mailbox import Mailbox, MailboxClosed
 from workers.engine import messages as m
+from workers.engine.accelerator import DeviceError, check_device, is_device_failure
 from workers.engine.batch import BLOCK_SIZE, KVCache
 from workers.engine.blocks import BlockPool
 from workers.engine.device import CudaDevice
@@ -106,6 +107,7 @@ def start(options: EngineOptions, mailbox: Mailbox, outbox: Outbox, clock: Clock
     threads = options.threads or len(os.sched_getaffinity(0))
     torch.set_num_interop_threads(1)
     torch.set_num_threads(threads)
+    check_device(options.device)
     limits, blocks = _plan(options)
     progress("load", 0.0)
     model = load_model(
@@ -119,7 +121,7 @@ def start(options: EngineOptions, mailbox: Mailbox, outbox: Outbox, clock: Clock
     blocks = _blocks_beside(model, options, blocks)
     cache = KVCache.zeros(config.layers, blocks, config.kv_heads, config.head_dim, model.dtype, model.device)
     progress("warm up", 0.0)
-    runner = _runner(model, cache, limits)
+    runner = _runner(model, cache, limits, clock)
     vocabulary = Vocabulary(config.vocab_size, config.eos_token_ids)
     scheduler = Scheduler(limits, BlockPool(blocks))
     engine = Engine(vocabulary, scheduler, runner, clock, MailboxInbox(mailbox), outbox)
@@ -129,13 +131,13 @@ def start(options: EngineOptions, mailbox: Mailbox, outbox: Outbox, clock: Clock
     return engine
 
 
-def _runner(model: Model, cache: KVCache, limits: Limits) -> StepRunner:
+def _runner(model: Model, cache: KVCache, limits: Limits, clock: Clock) -> StepRunner:
     """What runs the steps, warm. On a GPU our kernels run ahead of the host; anything else is waited for."""
     plain = Runner(model, cache)
     plain.warm_up(min(limits.max_batch_tokens, cache.blocks * BLOCK_SIZE))
     if model.device.type != "cuda" or model.kernel_mode != "fused":
         return plain
-    runner = GpuRunner(model, cache, limits, model.config.vocab_size, CudaDevice(model.device))
+    runner = GpuRunner(model, cache, limits, model.config.vocab_size, CudaDevice(model.device, clock))
     runner.record()
     return runner
 
@@ -186,6 +188,13 @@ def _fault(mailbox: Mailbox, outbox: Outbox, error: Exception) -> int:
             fault = m.Fault("MEMORY", str(error))
         case ArtefactError() | ConfigError():
             fault = m.Fault("ARTEFACT", str(error))
+        case torch.OutOfMemoryError():
+            fault = m.Fault("MEMORY", f"the GPU's memory did not suffice: {str(error).splitlines()[0]}")
+        case DeviceError():
+            fault = m.Fault("DEVICE", str(error))
+        case _ if is_device_failure(error):
+            _log.error("the GPU failed", exc_info=error)
+            fault = m.Fault("DEVICE", f"the GPU failed: {str(error).splitlines()[0]}")
         case _:
             _log.error("the engine cannot go on", exc_info=error)
             fault = m.Fault("ENGINE", f"{type(error).__name__}: {error}")
