@@ -105,7 +105,7 @@ test-e2e: setup ## the tests that run a whole mesh of real processes
 test-gpu: ## the CUDA kernels on a GPU, which must be there (GPU_PYTHON= GPU_TESTS=)
 	@PYTHONPATH=.:kernels/python $(GPU_PYTHON) -m trunkline_kernels.cuda.build
 	@failed=0; for file in $(GPU_TESTS); do \
-		TRUNKLINE_TEST_GPU=1 PYTHONPATH=.:kernels/python timeout 300 $(GPU_PYTHON) -m pytest -c /dev/null --rootdir=. \
+		TRUNKLINE_TEST_GPU=1 PYTHONPATH=.:kernels/python:protos/gen/python timeout 300 $(GPU_PYTHON) -m pytest -c /dev/null --rootdir=. \
 			--confcutdir=tests/gpu --import-mode=importlib -p no:cacheprovider -q -rfE "$$file" || failed=1; \
 	done; exit $$failed
 

@@ -90,6 +90,7 @@ def main(arguments: Sequence[str]) -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C reaches the whole group; the door decides
     mailbox = Mailbox(socket.socket(fileno=fd))
     outbox = MailboxOutbox(mailbox)
+    torch.set_num_interop_threads(1)
     try:
         engine = start(options, mailbox, outbox, SYSTEM_CLOCK)
         engine.run()
@@ -105,7 +106,6 @@ def start(options: EngineOptions, mailbox: Mailbox, outbox: Outbox, clock: Clock
     """Loads, checks and warms the model, says Ready, and answers with the engine."""
     progress = ProgressReport(outbox, clock)
     threads = options.threads or len(os.sched_getaffinity(0))
-    torch.set_num_interop_threads(1)
     torch.set_num_threads(threads)
     check_device(options.device)
     limits, blocks = _plan(options)
