@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.kernels.emulator.library import Emulator, emulate
 from trunkline_kernels.build import TARGETS, build, library_path
 from trunkline_kernels.library import Context, open_library
 
@@ -60,3 +61,9 @@ def rng() -> np.random.Generator:
 def normal(rng: np.random.Generator) -> Callable[..., np.ndarray]:
     """fp32 standard normal values of a shape."""
     return lambda *shape: rng.standard_normal(shape, dtype=np.float32)
+
+
+@pytest.fixture(scope="session")
+def emulator(tmp_path_factory: pytest.TempPathFactory) -> Emulator:
+    """The CUDA library's code, compiled for the CPU."""
+    return emulate(tmp_path_factory.mktemp("emulator"))
