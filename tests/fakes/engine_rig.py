@@ -102,6 +102,7 @@ class LateStep:
         """The device gets to it now, at the latest."""
         assert self.runner.unread.popleft() is self, "results are asked in the order of the launches"
         self.runner.catch_up(self)
+        self.runner.landed()
         assert self.outcome is not None
         return self.outcome
 
@@ -136,6 +137,9 @@ class LateRunner(SpyRunner):
         """Runs what was launched, up to `last`."""
         while last.outcome is None:
             self._compute(self._queue.popleft())
+
+    def landed(self) -> None:
+        """A result was asked for and is there; a test may let time pass."""
 
     def _compute(self, step: LateStep) -> None:
         for row, pick in step.carried:

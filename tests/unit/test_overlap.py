@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
+from tests.fakes.clock import FakeClock
 from tests.fakes.engine_rig import LateRunner, LateStep, Rig, admit
 from tests.fakes.hash_model import END, POISON, scores, states
 from workers.engine import messages as m
@@ -161,11 +162,23 @@ def test_the_last_token_of_a_paused_request_ends_it() -> None:
     assert rig.pool.counts.used == 0
 
 
+class Waiting(LateRunner):
+    """Each result comes 30 ms after somebody asks for it."""
+
+    clock: FakeClock
+
+    def landed(self) -> None:
+        self.clock.advance(0.03)
+
+
 def test_a_step_lasts_from_when_the_device_was_free_for_it() -> None:
-    rig = Rig(overlap=True)
+    runner = Waiting(64)
+    rig = Rig(runner=runner)
+    runner.clock = rig.clock
     rig.say(admit(1, [2, 3], 5, ignore_eos=True))
     rig.finish()
-    assert [step.duration_ms for step in steps(rig)] == pytest.approx([10.0] * 5)
+    # From one result to the next, not from the launch, which is one step earlier.
+    assert [step.duration_ms for step in steps(rig)] == pytest.approx([40.0] * 5)
 
 
 def test_whoever_ended_in_flight_makes_room_before_anybody_is_preempted() -> None:
