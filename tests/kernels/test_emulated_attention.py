@@ -72,12 +72,17 @@ class World:
             "kv_heads": self.geometry.kv_heads, "head_dim": self.geometry.head_dim, "window": self.window,
             "scale": self.geometry.head_dim**-0.5, "softcap": self.softcap,
         }  # fmt: skip
+        reads = (self.q.array, self.lengths, self.starts, self.tables)
         with untouched(self.q, self.key_pool, self.value_pool):
             if decode:
-                emulator.call("tl_cuda_attention_decode", arguments(AttentionDecodeArgs, **common, **decode), seed)
+                emulator.call(
+                    "tl_cuda_attention_decode", arguments(AttentionDecodeArgs, **common, **decode), reads, seed
+                )
             else:
                 rows = {"query_starts": self.starts.ctypes.data, "rows": self.rows}
-                emulator.call("tl_cuda_attention_prefill", arguments(AttentionPrefillArgs, **common, **rows), seed)
+                emulator.call(
+                    "tl_cuda_attention_prefill", arguments(AttentionPrefillArgs, **common, **rows), reads, seed
+                )
         assert out.intact
         return out.array
 
@@ -234,7 +239,6 @@ PREFILL_ERRORS = {
     "a tile that some rows see all of is not masked": ("common[warp].covers(key", "common[warp].touches(key"),
     "tiles are read before they came": ("barrier_wait(full(stage), turn / kStages & 1);", ""),
     "tiles come before their places are free": ("barrier_wait(empty(other), ((turn + 1) / kStages & 1) ^ 1);", ""),
-    "a plan is read before it is there": ("&plan);\n  __syncthreads();", "&plan);"),
 }
 
 

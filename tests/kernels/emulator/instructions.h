@@ -78,17 +78,14 @@ namespace tl::cuda {
 inline void pdl_wait() { emulator::current->waited = true; }
 inline void pdl_trigger() {}
 
-inline uint4 load16(const void *address) {
-  if (reinterpret_cast<uintptr_t>(address) % 16 != 0) emulator::fail("16 bytes are loaded from where they do not lie");
-  return *static_cast<const uint4 *>(address);
-}
+inline uint4 load16(const void *address) { return *static_cast<const uint4 *>(emulator::global_at(address, 16)); }
 inline uint4 load16_constant(const void *address) { return load16(address); }
 inline uint64_t stream_policy() { return 0; }
 inline uint4 load16_stream(const void *address, uint64_t) { return load16(address); }
 
 inline int32_t load_int(const int32_t *address) {
   if (!emulator::current->waited) emulator::fail("an integer is read before pdl_wait()");
-  return *address;
+  return *static_cast<const int32_t *>(emulator::global_at(address, 4));
 }
 
 // ---- tensor.cuh: barriers and copies
@@ -201,7 +198,9 @@ inline void store_shared16(uint32_t address, uint4 v) { std::memcpy(emulator::sh
 inline uint4 load_shared16(uint32_t address) { return load_shared_as<uint4>(*emulator::current->block, address); }
 
 inline void cluster_barrier() { emulator::cluster_meet(); }
-inline uint32_t cluster_address(uint32_t address, uint32_t rank) { return (rank + 1) << emulator::kRankShift | address; }
+inline uint32_t cluster_address(uint32_t address, uint32_t rank) {
+  return (rank + 1) << emulator::kRankShift | address;
+}
 
 template <typename T>
 T load_cluster_as(uint32_t address) {

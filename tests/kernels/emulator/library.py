@@ -6,20 +6,23 @@ the rest. No GPU, no nvcc and no toolkit are needed.
 
 What tests with it show: indexing, masks, barriers, phases, who waits for whom, races between copies and readers and
 between threads that do not wait for one another (any order of the threads may come up, and a copy's bytes land at any
-moment), shared-memory bounds and alignment, divergence at a warp's collectives, that every thread waits for the kernels
-before. What they cannot show: whether the assembly says what `instructions.h` says, that memory fences suffice, the
-last bits of sums inside one mma, registers, time.
+moment), bounds and alignment of shared memory and of loads, divergence at a warp's collectives, that every thread waits
+for the kernels before. What they cannot show: whether the assembly says what `instructions.h` says, that memory fences
+suffice, the last bits of sums inside one mma, registers, time.
 """
 
 from __future__ import annotations
 
 import ctypes
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from trunkline_kernels.build import SOURCES, _compiler, run
+import numpy as np
+
+from trunkline_kernels.build import SOURCES, run
+from trunkline_kernels.build import _compiler as compiler
 from trunkline_kernels.cuda.library import open_library
 
 HERE = Path(__file__).parent
@@ -45,12 +48,14 @@ class Emulator:
     opened: ctypes.CDLL
     objects: Mapping[str, Path]
 
-    def call(self, name: str, args: ctypes.Structure, seed: int = 0) -> None:
-        """Run a call of the library, in a random order of its threads. Addresses are the host's.
+    def call(self, name: str, args: ctypes.Structure, reads: Iterable[np.ndarray], seed: int = 0) -> None:
+        """Run a call of the library in a random order of its threads.
 
-        Raises EmulationError.
+        Addresses in `args` are the host's; `reads` are all arrays that the kernel may load from. Raises EmulationError.
         """
-        self.opened.emulator_seed(seed)
+        self.opened.emulator_begin(seed)
+        for array in reads:
+            self.opened.emulator_readable(ctypes.c_void_p(array.ctypes.data), ctypes.c_size_t(array.nbytes))
         self.opened.emulator_problem.restype = ctypes.c_char_p
         status = getattr(self.opened, name)(ctypes.byref(args), None)
         if status:
@@ -93,11 +98,11 @@ def _adapted(text: str) -> str:
 def _compile(folder: Path, unit: Path) -> Path:
     out = folder / f"{unit.stem}.o"
     cuda = ["-I", str(HERE / "toolkit"), "-include", str(HERE / "instructions.h")]
-    run([*_compiler(), *FLAGS, *cuda, "-c", "-o", str(out), "-x", "c++", str(unit)])
+    run([*compiler(), *FLAGS, *cuda, "-c", "-o", str(out), "-x", "c++", str(unit)])
     return out
 
 
 def _link(folder: Path, objects: Mapping[str, Path]) -> Emulator:
     library = folder / "libemulated.so"
-    run([*_compiler(), "-shared", "-o", str(library), *map(str, objects.values()), "-ldl"])
+    run([*compiler(), "-shared", "-o", str(library), *map(str, objects.values()), "-ldl"])
     return Emulator(open_library(library), objects)

@@ -10,6 +10,7 @@
 #include <cstdlib>
 #include <random>
 #include <string>
+#include <utility>
 
 uint3 threadIdx, blockIdx;
 dim3 blockDim, gridDim;
@@ -43,6 +44,8 @@ std::vector<Copy> copies;
 size_t running;      // threads that have not ended
 unsigned copy_odds;  // a copy lands at one turn of so many; 0: only when all threads wait
 Warp *favourite;     // its threads run on for a while
+Warp *sleeper;       // its threads run when no others can: who does not wait for it shows
+std::vector<std::pair<uintptr_t, uintptr_t>> readable;  // global memory, [begin, end)
 size_t static_used;
 
 unsigned below(size_t count) { return random_source() % static_cast<unsigned>(count); }
@@ -123,17 +126,22 @@ void land_copy() {
   complete(barrier);
 }
 
+// Any warp with a thread that can go on; NULL if there is none.
+Warp *pick_warp(const std::vector<Warp *> &warps) {
+  const size_t from = below(warps.size());
+  for (size_t i = 0; i < warps.size(); ++i) {
+    Warp *const warp = warps[(from + i) % warps.size()];
+    if (warp != sleeper && !warp->ready.empty()) return warp;
+  }
+  Warp *const last = sleeper->ready.empty() ? nullptr : sleeper;
+  if (last != nullptr) sleeper = warps[from];
+  return last;
+}
+
 // A thread that can go on, mostly of the warp that had the last turn; NULL if there is none.
 Thread *pick(const std::vector<Warp *> &warps) {
-  if (favourite == nullptr || favourite->ready.empty() || below(kStay) == 0) {
-    const size_t from = below(warps.size());
-    favourite = nullptr;
-    for (size_t i = 0; i < warps.size() && favourite == nullptr; ++i) {
-      Warp *const warp = warps[(from + i) % warps.size()];
-      if (!warp->ready.empty()) favourite = warp;
-    }
-    if (favourite == nullptr) return nullptr;
-  }
+  if (favourite == nullptr || favourite->ready.empty() || below(kStay) == 0) favourite = pick_warp(warps);
+  if (favourite == nullptr) return nullptr;
   std::vector<Thread *> &ready = favourite->ready;
   std::swap(ready[below(ready.size())], ready.back());
   Thread *const thread = ready.back();
@@ -143,6 +151,7 @@ Thread *pick(const std::vector<Warp *> &warps) {
 
 void schedule(const std::vector<Warp *> &warps) {
   favourite = nullptr;
+  sleeper = warps[below(warps.size())];
   while (problem.empty() && running > 0) {
     Thread *const thread = pick(warps);
     const bool lands = thread == nullptr || (copy_odds > 0 && below(copy_odds) == 0);
@@ -173,7 +182,10 @@ void run_cluster(uint3 first, unsigned size, unsigned threads_each, size_t dynam
     block.warps.resize(threads_each / kLanes);
     for (unsigned i = 0; i < threads_each; ++i) {
       Thread &thread = threads[size_t{rank} * threads_each + i];
-      thread = {&block, &block.warps[i / kLanes], i, stacks + kStackBytes * (size_t{rank} * threads_each + i)};
+      thread.block = &block;
+      thread.warp = &block.warps[i / kLanes];
+      thread.index = i;
+      thread.stack = stacks + kStackBytes * (size_t{rank} * threads_each + i);
       thread.warp->ready.push_back(&thread);
     }
     blocks.push_back(&block);
@@ -207,6 +219,14 @@ void perhaps_pause() {
   if (below(8) != 0) return;
   current->warp->ready.push_back(current);
   pause();
+}
+
+const void *global_at(const void *address, size_t bytes) {
+  const uintptr_t from = reinterpret_cast<uintptr_t>(address);
+  if (from % bytes != 0) fail("a load is not aligned");
+  for (const auto &[begin, end] : readable)
+    if (begin <= from && from + bytes <= end) return address;
+  fail("a load from outside the call's arrays");
 }
 
 Block &block_of_rank(unsigned rank) {
@@ -267,7 +287,6 @@ void start_copy(uint32_t to, const TensorMap &map, int column, int row, uint32_t
 
 bool run(const dim3 &grid, const dim3 &block, size_t dynamic_bytes, unsigned cluster,
          const std::function<void()> &kernel) {
-  problem.clear();
   if (block.x % kLanes != 0 || block.y != 1 || block.z != 1 || grid.x % cluster != 0) {
     note("the emulator runs blocks of whole warps along x, and whole clusters");
     return false;
@@ -296,9 +315,20 @@ extern "C" {
 
 // ---- for the tests
 
-__attribute__((visibility("default"))) void emulator_seed(uint32_t seed) { random_source.seed(seed); }
+// Before each call: what was said of the one before is forgotten.
+__attribute__((visibility("default"))) void emulator_begin(uint32_t seed) {
+  random_source.seed(seed);
+  problem.clear();
+  readable.clear();
+}
 
-// Of the last launch; empty if it went well.
+// The call may load from this array.
+__attribute__((visibility("default"))) void emulator_readable(const void *array, size_t bytes) {
+  const uintptr_t begin = reinterpret_cast<uintptr_t>(array);
+  readable.push_back({begin, begin + bytes});
+}
+
+// Of the call; empty if it went well.
 __attribute__((visibility("default"))) const char *emulator_problem(void) { return problem.c_str(); }
 
 // ---- CUDA's own, as far as the kernels use them

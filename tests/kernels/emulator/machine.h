@@ -1,7 +1,7 @@
 // A GPU on one CPU thread: each thread of a cluster of blocks is a fiber, and the fibers run in random order.
 //
-// The one rule: a fiber runs until it waits for others (a collective of its warp, a barrier, a copy), and who runs next,
-// and when a copy's bytes land, is drawn at random. What only some orders show, several seeds show.
+// The one rule: a fiber runs until it waits for others (a collective of its warp, a barrier, a copy). Who runs next,
+// and when a copy's bytes land, is drawn at random: what only some orders show, several seeds show.
 #ifndef EMULATOR_MACHINE_H
 #define EMULATOR_MACHINE_H
 
@@ -79,9 +79,12 @@ void meet(Waiting &together, size_t count);  // until `count` threads are here
 void cluster_meet();
 void perhaps_pause();  // lets others run first, or not
 
+// `bytes` at an address that must be aligned to them, inside an array of the call and inside the block's memory.
+const void *global_at(const void *address, size_t bytes);
+unsigned char *shared_at(Block &block, uint32_t address, size_t bytes);
+
 Block &block_of_rank(unsigned rank);
-unsigned char *shared_at(Block &block, uint32_t address, size_t bytes);  // aligned to `bytes`, inside the block's memory
-size_t reserve_static(size_t bytes);                                     // an offset that all blocks share
+size_t reserve_static(size_t bytes);  // an offset, the same in every block
 
 void barrier_init(uint32_t address, uint32_t arrivals);
 void barrier_arrive(uint32_t address, uint32_t announced_bytes);

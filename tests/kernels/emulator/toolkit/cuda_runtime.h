@@ -54,7 +54,7 @@ enum cudaError_t {
 };
 inline cudaError_t cudaGetLastError() { return cudaSuccess; }
 
-// An attribute's number here is its value: a Hopper GPU with so few multiprocessors that blocks have several tiles to do.
+// An attribute's number here is its value: a Hopper GPU with so few multiprocessors that blocks have several tiles.
 enum cudaDeviceAttr {
   cudaDevAttrComputeCapabilityMajor = 9,
   cudaDevAttrComputeCapabilityMinor = 0,
@@ -65,7 +65,10 @@ inline cudaError_t cudaDeviceGetAttribute(int *value, cudaDeviceAttr attribute, 
   return *value = attribute, cudaSuccess;
 }
 
-enum cudaFuncAttribute { cudaFuncAttributePreferredSharedMemoryCarveout, cudaFuncAttributeMaxDynamicSharedMemorySize };
+enum cudaFuncAttribute {
+  cudaFuncAttributePreferredSharedMemoryCarveout,
+  cudaFuncAttributeMaxDynamicSharedMemorySize,
+};
 template <typename Kernel>
 cudaError_t cudaFuncSetAttribute(Kernel, cudaFuncAttribute, int) {
   return cudaSuccess;
@@ -103,7 +106,8 @@ bool run(const dim3 &grid, const dim3 &block, size_t dynamic_bytes, unsigned clu
 }
 
 template <typename... Parameters, typename... Arguments>
-cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t *config, void (*kernel)(Parameters...), Arguments... arguments) {
+cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t *config, void (*kernel)(Parameters...),
+                               Arguments... arguments) {
   unsigned cluster = 1;
   for (unsigned i = 0; i < config->numAttrs; ++i)
     if (config->attrs[i].id == cudaLaunchAttributeClusterDimension) cluster = config->attrs[i].val.clusterDim.x;
