@@ -84,16 +84,18 @@ class Written(IntEnum):
 
     MADE = 1
     FENCED = 0  # another gateway owns the request
-    LOST = -1  # the store does not know it: it came back empty
+    LOST = -1  # the store does not know it, or not all of it: it came back empty, or with older data
     FULL = -2  # its outputs have reached their bound: it can no longer be resumed
 
 
 @dataclass(frozen=True)
 class Batch:
-    """What is to be appended to a request's outputs. `record`: the fields that an end writes."""
+    """What is to be appended to a request's outputs, which hold `known` entries at least. `record`: the fields that an
+    end writes."""
 
     request_id: str
     epoch: int
+    known: int = 0
     runs: Sequence[Run] = ()
     ending: Ending | None = None
     record: Mapping[str, str | int] = field(default_factory=dict)
@@ -109,6 +111,7 @@ class News:
     runs: list[Run]
     ending: Ending | None
     last: str  # entry read
+    entries: int  # read
 
 
 @dataclass(frozen=True)
@@ -148,6 +151,10 @@ class Custody:
         if not self._store.available:
             raise StateAway
         return self._store.lost_within(within_s)
+
+    def on_forgotten(self, callback: Callable[[], None]) -> None:
+        """Call back when the store came back empty."""
+        self._store.on_birth_change(callback)
 
     def _note_forgotten(self) -> None:
         for request_id, tenant in self._mine.items():
@@ -215,15 +222,16 @@ class Custody:
         answers = await self._store.run_all(writes)
         return [(Written(answer[0]), answer[1] if len(answer) > 1 else -1) for answer in answers]
 
-    async def append(self, batches: Sequence[Batch]) -> list[Written]:
-        """Append to the outputs of several requests."""
-        return [Written(answer) for answer in await self._store.run_all([self._append(batch) for batch in batches])]
+    async def append(self, batches: Sequence[Batch]) -> list[tuple[Written, int]]:
+        """Append to the outputs of several requests; what became of each, and how many entries there are, if made."""
+        answers = await self._store.run_all([self._append(batch) for batch in batches])
+        return [(Written(answer[0]), answer[1] if len(answer) > 1 else 0) for answer in answers]
 
     def _append(self, batch: Batch) -> Write:
         head = [self._now_ms(), LEASE_MS, batch.epoch, MAX_OUT_BYTES, ENDED_TTL_S if batch.ending else LIVE_TTL_S]
         ending = msgspec.json.encode(batch.ending).decode() if batch.ending else ""
         return (_APPEND, [keys.req(batch.request_id), keys.out(batch.request_id)],
-                [*head, _framed(batch.runs), ending, *_flat(batch.record)])  # fmt: skip
+                [*head, batch.known, _framed(batch.runs), ending, *_flat(batch.record)])  # fmt: skip
 
     # Resumable requests, by others.
 
@@ -238,10 +246,12 @@ class Custody:
         """What was appended after the entry `last`, all of it; and word that somebody reads."""
         runs: list[Run] = []
         ending = None
+        read = 0
         while True:
             rank, resumable, lapsed, entries = await self._store.run(
                 _FOLLOW, [keys.req(request_id), keys.out(request_id)], [self._now_ms(), last, _ENTRIES]
             )
+            read += len(entries)
             for entry, (name, value) in entries:
                 last = entry
                 if name == "r":
@@ -249,7 +259,7 @@ class Custody:
                 else:
                     ending = msgspec.json.decode(value, type=Ending)
             if len(entries) < _ENTRIES:
-                return News(rank, bool(resumable), bool(lapsed), runs, ending, last)
+                return News(rank, bool(resumable), bool(lapsed), runs, ending, last, read)
 
     async def take_over(self, request_id: str, tenant: str, again: bool = False) -> tuple[int, int] | None:
         """(epoch, ms left) if this gateway owns it now; None if it has an owner or is over. `again`: it was tried

@@ -176,6 +176,9 @@ class Generations:
             try:
                 if place is not None:
                     view.seek(place, cursor)
+            except StateAway:
+                await follower.succeed()  # or nobody would ever bring it as far as its client has read
+                raise
             except TrunklineError as exc:
                 if exc.reason is Reason.RESUME_DIVERGED and await self._custody.forgot(_RESTORE_S):
                     raise StateAway from exc  # its owner is telling the store again what the client has
@@ -239,7 +242,7 @@ class Generations:
         news = await _insist(lambda _: self._custody.follow(request_id))  # after this nobody appends but us
         generation = self._made_again(request_id, plan, left_ms)
         window_s = int(fields.get("window", "0")) / 1000
-        generation.keep(Journal(self._journals, generation, plan.tenant, window_s, epoch, news.runs))
+        generation.keep(Journal(self._journals, generation, plan.tenant, window_s, epoch, news))
         generation.restore(plan, kit, news.runs, int(fields.get("winc", "0"), 16), epoch)
         _log.info("took request %s over at epoch %d", request_id, epoch)
         return generation
@@ -307,6 +310,11 @@ class Follower:
         if news.runs or news.ending:
             self.log.add(news.runs, news.ending)
         return news
+
+    async def succeed(self) -> None:
+        """Own it if nobody does any more; it goes on whether or not somebody reads it now."""
+        if (await self.read()).lapsed:
+            await self._generations.take_over(self._tenant, self._id)
 
     @asynccontextmanager
     async def following(self, view: View) -> AsyncIterator[None]:

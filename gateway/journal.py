@@ -11,12 +11,12 @@ import asyncio
 import itertools
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Final, Protocol
 
 from prometheus_client import Counter
 
-from gateway.custody import Batch, Custody, Ending, OwnerMoved, Plan, Written
+from gateway.custody import Batch, Custody, Ending, News, OwnerMoved, Plan, Written
 from gateway.transcript import Run
 from shared.clock import Clock
 from shared.errors import Reason, TrunklineError
@@ -28,6 +28,8 @@ _log = logging.getLogger(__name__)
 RENEW_S: Final = 2.0
 LOOK_S: Final = 0.1
 RETRY_S: Final = 0.25
+KEEP_S: Final = 20.0  # what is over
+_KEPT: Final = 4096  # at most
 _TOGETHER: Final = 64  # requests in one round trip
 _FOLLOWED_MS: Final = 1500  # a follower says every half second that it reads
 
@@ -98,11 +100,11 @@ class Journal:
     """One resumable request's. Made by `Journals.open`."""
 
     def __init__(
-        self, hub: Journals, owner: Owner, tenant: str, window_s: float, epoch: int = 1, runs: Sequence[Run] = ()
+        self, hub: Journals, owner: Owner, tenant: str, window_s: float, epoch: int = 1, news: News | None = None
     ) -> None:
-        """`runs`: what its outputs hold already."""
+        """`news`: what its outputs hold already."""
         self.log = Log()
-        self.log.add(list(runs))
+        self.log.add(list(news.runs) if news else [])
         self.tenant = tenant
         self.epoch = epoch
         self.window_s = window_s
@@ -110,6 +112,7 @@ class Journal:
         self.owner = owner
         self.attempt = 1  # the highest that was raised
         self._hub = hub
+        self._entries = news.entries if news else 0  # of its outputs, acknowledged
         self._unsent: list[Run] = []
         self._again = 0  # of these, that were shown before the store forgot them
         self._ending: Ending | None = None
@@ -215,13 +218,14 @@ class Journal:
 
     def batch(self) -> Batch:
         """What is to be appended now."""
-        return Batch(self.owner.id, self.epoch, tuple(self._unsent), self._ending, self._record)
+        return Batch(self.owner.id, self.epoch, self._entries, tuple(self._unsent), self._ending, self._record)
 
-    def written(self, batch: Batch, what: Written) -> None:
-        """What became of it."""
+    def written(self, batch: Batch, what: Written, entries: int = 0) -> None:
+        """What became of it; how many entries its outputs have now, if it was made."""
         _appends.labels(what.name.lower()).inc()
         match what:
             case Written.MADE:
+                self._entries = entries
                 self._show(batch)
             case Written.FULL:
                 self.full = True
@@ -241,15 +245,16 @@ class Journal:
         del self._unsent[:count]
         self._again = 0
         if ending is not None:
-            self._hub.close(self)
+            self._hub.close(self, keep=not self.full)
         self.log.add(new, ending)
         if self._unsent or (self.ending and ending is None):
             self._hub.due(self)
 
     def rewrite(self) -> None:
-        """The store forgot it: everything is to be appended again."""
+        """The store forgot it, or a part: everything is to be appended again; who reads skips what is known."""
         self._again += len(self.log.runs)
         self._unsent = [*self.log.runs, *self._unsent]
+        self._entries = 0
 
 
 class Journals:
@@ -259,30 +264,51 @@ class Journals:
         self.custody = custody
         self.clock = clock
         self._open: dict[str, Journal] = {}
+        self._kept: dict[str, tuple[Journal, float]] = {}  # over and written; until when
         self._due: dict[Journal, None] = {}
         self._lost: dict[Journal, None] = {}
         self.turn = asyncio.Lock()  # to write leases: one that is let go must not be renewed by a write on its way
         self._wake = asyncio.Event()
         self._idle = asyncio.Event()
         self._idle.set()
+        custody.on_forgotten(self._restore_kept)
 
     def open(self, journal: Journal) -> None:
         """Its lease is kept from now on."""
         self._open[journal.owner.id] = journal
         self._idle.clear()
 
-    def close(self, journal: Journal) -> None:
-        """Nothing more is written of it."""
+    def close(self, journal: Journal, keep: bool = False) -> None:
+        """Nothing more is written of it. `keep`: it is over, and stays for a while, for readers and for a store that
+        comes back empty before they have read its end."""
         self._due.pop(journal, None)
         self._lost.pop(journal, None)
         if self._open.get(journal.owner.id) is journal:
             del self._open[journal.owner.id]
+        if keep:
+            if self._kept.pop(journal.owner.id, None):  # it was written again
+                self.custody.disown(journal.owner.id, journal.tenant)
+            self._kept[journal.owner.id] = journal, self.clock.monotonic() + KEEP_S
+            if len(self._kept) > _KEPT:
+                del self._kept[next(iter(self._kept))]
         if not self._open:
             self._idle.set()
 
     def find(self, request_id: str) -> Journal | None:
-        """The journal of a request that is owned here."""
-        return self._open.get(request_id)
+        """The journal of a request that is owned here, or was until it ended a moment ago."""
+        kept = self._kept.get(request_id)
+        return kept[0] if kept else self._open.get(request_id)
+
+    def _restore_kept(self) -> None:
+        """The store came back empty: what is over is told again too."""
+        for journal, _ in self._kept.values():
+            self.restore(journal)
+
+    def _drop_kept(self) -> None:
+        now = self.clock.monotonic()
+        for request_id, (journal, until) in list(self._kept.items()):
+            if until <= now and journal not in self._lost and request_id not in self._open:
+                del self._kept[request_id]
 
     def due(self, journal: Journal) -> None:
         """It has something to write."""
@@ -356,9 +382,9 @@ class Journals:
         except StateAway:
             self._due |= dict.fromkeys(journal for journal in journals if journal.owner.id in self._open)
             raise
-        for journal, batch, answer in zip(journals, batches, answers, strict=True):
+        for journal, batch, (written, entries) in zip(journals, batches, answers, strict=True):
             if self._open.get(journal.owner.id) is journal:
-                journal.written(batch, answer)
+                journal.written(batch, written, entries)
 
     async def _claim_lost(self) -> None:
         for journal in list(self._lost):
@@ -386,6 +412,7 @@ class Journals:
         renewed = self.clock.monotonic()
         while True:
             await asyncio.sleep(LOOK_S)
+            self._drop_kept()
             held = list(self._open.values())
             try:
                 if self.clock.monotonic() - renewed >= RENEW_S:

@@ -168,6 +168,13 @@ class Transcript:
             self.append(run)
         return None
 
+    def short_of(self, places: Sequence[Place]) -> bool:
+        """Some choice has not come as far as that yet."""
+        return any(
+            len(choice.ids) < place.tokens or (place.ended and not choice.finish)
+            for choice, place in zip(self._choices, places, strict=False)
+        )
+
     def next_indices(self) -> list[worker_pb2.NextIndex]:
         """Where each choice goes on, for Hello."""
         return [worker_pb2.NextIndex(choice=choice.index, index=len(choice.ids)) for choice in self._choices]

@@ -22,6 +22,7 @@ from gateway.transcript import Form, Transcript
 from shared import rpc
 from shared.clock import Clock
 from shared.errors import Reason, TrunklineError, from_status
+from shared.state import StateAway
 from trunkline.inference.v1 import inference_pb2
 
 
@@ -73,10 +74,14 @@ class View:
         return self.head.started.trace_id
 
     def seek(self, cursor: Cursor, text: str) -> None:
-        """Go on after `cursor` (whose string is `text`). Raises RESUME_DIVERGED with the choice to read from 0."""
+        """Go on after `cursor` (whose string is `text`). Raises RESUME_DIVERGED with the choice to read from 0,
+        and StateAway where the log does not reach so far yet: what a client was told elsewhere may be known here a
+        moment later, and what a store lost is generated again."""
         runs = self.log.runs[:]
         diverged = self._transcript.skip(cursor.places, runs)
         if diverged is not None:
+            if self.log.ending is None and self._transcript.short_of(cursor.places):
+                raise StateAway
             raise TrunklineError(
                 Reason.RESUME_DIVERGED,
                 f"the text up to the cursor is not that of this generation: read choice {diverged} from its beginning",

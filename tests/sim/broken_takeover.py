@@ -235,3 +235,28 @@ def a_record_is_written_with_every_run() -> list[Patch]:
 def a_drain_waits_for_nobody() -> list[Patch]:
     whole = app._finish
     return [(app, "_finish", lambda core, grace_s: whole(core, 0.0))]
+
+
+@mutation("store", "the_store_comes_back_with_what_it_had_a_moment_before")
+def a_store_that_lost_a_moment_gets_what_comes_after_it() -> list[Patch]:
+    lost = without(custody._APPEND, "entries < tonumber(ARGV[6])", "false")
+    return [(custody, "_APPEND", lost)]
+
+
+@mutation("store", "the_store_comes_back_with_less_than_was_told_and_without_the_owner",
+          "a_follower_tells_what_its_owner_does_not_know_to_be_kept")  # fmt: skip
+def what_is_not_known_yet_is_taken_for_another_text() -> list[Patch]:
+    return [(transcript.Transcript, "short_of", lambda self, places: False)]
+
+
+@mutation("store", "the_store_comes_back_with_less_than_was_told_and_without_the_owner")
+def whoever_has_read_more_than_is_kept_waits_for_nobody() -> list[Patch]:
+    async def succeed(self: Any) -> None:
+        """Somebody else will."""
+
+    return [(generations.Follower, "succeed", succeed)]
+
+
+@mutation("store", "a_request_ends_and_then_the_store_is_emptied")
+def what_is_over_is_nobodys() -> list[Patch]:
+    return [(journal.Journals, "_restore_kept", nothing)]

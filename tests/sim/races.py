@@ -498,6 +498,70 @@ async def the_store_is_emptied_between_two_looks_at_it(world: World, after_s: fl
     assert second.request_id == first.request_id, "INV-11: one key, two requests"
 
 
+@scenario(SLOW_STEPS, **each((0.1, 0.5, 1.0)))
+async def the_store_comes_back_with_what_it_had_a_moment_before(world: World, lost_s: float) -> None:
+    """What was kept and told since then is gone: its owner tells it again, and whoever reads it then finds no hole."""
+    client = ask(world, window_s=60.0, others=("g1", "g2"), **HALF_A_MINUTE)
+    await until(lambda: told(client) > 5)
+    saved = world.redis.saved()
+    await asyncio.sleep(lost_s)
+    world.store_away(0.5, saved=saved)
+    await asyncio.sleep(3.0)
+    far = told(client)
+    whole = ask(world, resumes=client.request_id, window_s=60.0, gateway="g2", others=("g2",), **HALF_A_MINUTE)
+    await until(lambda: told(whole) >= far, 5.0)
+    world.kill("g1", again_s=None)
+    await end(client, whole)
+    finished(client, whole)
+
+
+@scenario(SLOW_STEPS, **each((0.1, 0.5, 1.0)))
+async def the_store_comes_back_with_less_than_was_told_and_without_the_owner(world: World, lost_s: float) -> None:
+    """Nobody knows what the client has read: it is generated again, and its client waits for that."""
+    client = ask(world, window_s=60.0, others=("g2",), **HALF_A_MINUTE)
+    await until(lambda: told(client) > 5)
+    saved = world.redis.saved()
+    await asyncio.sleep(lost_s)
+    world.store_away(0.5, saved=saved)
+    world.kill("g1", again_s=None)
+    await end(client)
+    finished(client)
+    assert client.returns
+
+
+@scenario(SLOW_STEPS, **each((0.0, 0.2, 5.0)))
+async def a_request_ends_and_then_the_store_is_emptied(world: World, after_s: float) -> None:
+    """Its owner has nothing more to write, and tells it all the same."""
+    client = ask(world, window_s=60.0, others=("g2",), breaks_s=0.5, gateway="g1", max_tokens=30)
+    key = ask(world, key="k", gateway="g1", max_tokens=30)
+    await until(lambda: client.request_id)
+    await until(lambda: not world.nodes["g1"].parts.core.table.busy)
+    await asyncio.sleep(after_s)
+    world.store_away(0.5, empty=True)
+    late = ask(world, resumes=client.request_id, window_s=60.0, gateway="g2", others=("g2",), max_tokens=30)
+    again = ask(world, key="k", gateway="g2", others=("g2",), max_tokens=30)
+    await end(client, key, late, again)
+    finished(client, key, late, again)
+    assert again.request_id == key.request_id, "INV-11: one key, two requests"
+
+
+@scenario(SLOW_STEPS)
+async def a_follower_tells_what_its_owner_does_not_know_to_be_kept(world: World) -> None:
+    """Appends arrive and their answers do not: a client reads them elsewhere, and comes back to the owner."""
+    client = ask(world, window_s=60.0, others=("g2", "g1"), **HALF_A_MINUTE)
+    await until(lambda: told(client) > 5)
+    owner = world.nodes["g1"].link
+    assert owner is not None
+    owner.deaf = True
+    before = told(client)
+    await until(lambda: client.returns and told(client) > before)
+    world.cut("g2", "store", 4.0)
+    await asyncio.sleep(3.0)
+    owner.deaf = False
+    await end(client)
+    finished(client)
+
+
 @scenario(BOTH)
 async def the_store_forgets_its_scripts_again_and_again(world: World) -> None:
     """Between being given one and being asked for it, too."""

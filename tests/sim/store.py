@@ -6,6 +6,7 @@ Owns the data. The one rule: scripts are the real ones (`tests.sim.lua`), so wha
 from __future__ import annotations
 
 import asyncio
+import copy
 import hashlib
 import math
 from collections.abc import Callable, Sequence
@@ -18,6 +19,8 @@ from shared.ids import Rng
 from shared.state import Store
 from tests.sim.loop import SimLoop
 from tests.sim.lua import compiled
+
+Saved = tuple[dict[str, Any], dict[str, float]]
 
 
 class SimRedis:
@@ -36,6 +39,16 @@ class SimRedis:
         """It lost everything."""
         self._data.clear()
         self._ends.clear()
+        self.forget_scripts()
+
+    def saved(self) -> Saved:
+        """What it would come back with, had it saved just now."""
+        return copy.deepcopy(self._data), dict(self._ends)
+
+    def come_back_with(self, saved: Saved) -> None:
+        """It died, and what it answered since then is gone."""
+        data, ends = saved
+        self._data, self._ends = copy.deepcopy(data), dict(ends)
         self.forget_scripts()
 
     def forget_scripts(self) -> None:
@@ -196,6 +209,9 @@ class SimRedis:
         self._mine(key, list).append((entry, list(pairs)))
         return entry
 
+    def _xlen(self, key: str) -> int:
+        return len(self._of(key, list))
+
     def _xrange(self, key: str, low: str, high: str, *count: str) -> list[list[Any]]:
         assert low.startswith("(")
         assert high == "+"
@@ -218,6 +234,7 @@ class Link:
 
     def __init__(self, server: SimRedis, rng: Rng) -> None:
         self.cut = False
+        self.deaf = False  # what is asked is done, and the answer does not come
         self.slow_s = 0.0  # more, each way
         self._server = server
         self._rng = rng
@@ -234,6 +251,12 @@ class Link:
             await asyncio.sleep(0.25)
         if self._server.away:
             raise exceptions.ConnectionError("the server is away")
+
+    async def back(self) -> None:
+        """The other half."""
+        await self.trip()
+        while self.deaf:
+            await asyncio.sleep(0.25)
 
 
 class SimClient:
@@ -281,13 +304,13 @@ class SimClient:
     async def _script(self, sha: str, text: str | None, count: int, rest: Sequence[Any]) -> Any:
         await self._link.trip()
         found = self._link.server.script(sha, text, list(rest[:count]), [*map(str, rest[count:])])
-        await self._link.trip()
+        await self._link.back()
         return found
 
     async def _all(self, commands: Sequence[Sequence[str]]) -> list[Any]:
         await self._link.trip()
         found = [self._link.server.call(*command) for command in commands]
-        await self._link.trip()
+        await self._link.back()
         return found
 
 
@@ -310,7 +333,7 @@ class _Pipeline:
         await self._link.trip()
         writes, self._writes = self._writes, []
         found = [self._one(*write) for write in writes]
-        await self._link.trip()
+        await self._link.back()
         return found
 
     def _one(self, sha: str, keys: list[str], args: list[str]) -> Any:

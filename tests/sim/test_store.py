@@ -85,8 +85,8 @@ def test_custody_changes_hands_alike(redis_url: str, request: pytest.FixtureRequ
             case 1:
                 both.run(custody._HOLD, keys[:1], [now, 6000, epoch, rng.randrange(4)])
             case 2:
-                record = ["state", "FINISHED"] if ending else []
-                both.run(custody._APPEND, keys, [now, 6000, epoch, 1 << 20, 3600, "runs", ending, *record])
+                record, known = ["state", "FINISHED"] if ending else [], rng.choice((0, 0, 1, 5))
+                both.run(custody._APPEND, keys, [now, 6000, epoch, 1 << 20, 3600, known, "runs", ending, *record])
             case 3:
                 both.run(custody._TAKE_OVER, keys[:1], [now, 6000, "g", ginc, rng.randrange(2)])
             case 4:

@@ -40,7 +40,7 @@ from tests.sim.clock import SimClock
 from tests.sim.engine import Shape, SimSupervisor
 from tests.sim.loop import Deadlock, Process, SimLoop
 from tests.sim.net import Net, SimChannels, SimServer, kill
-from tests.sim.store import Link, SimRedis, SimStore
+from tests.sim.store import Link, Saved, SimRedis, SimStore
 from trunkline.gateway.v1 import gateway_pb2_grpc
 from trunkline.inference.v1 import inference_pb2_grpc
 from trunkline.router.v1 import router_pb2_grpc
@@ -457,9 +457,9 @@ class World:
         self.did(f"reset {one} {other}")
         self.net.reset(one, other)
 
-    def store_away(self, for_s: float, *, empty: bool) -> None:
-        """The store is gone for a while, and may come back empty."""
-        self.did(f"store away for {for_s:.3f}{', then empty' if empty else ''}")
+    def store_away(self, for_s: float, *, empty: bool = False, saved: Saved | None = None) -> None:
+        """The store is gone for a while, and may come back empty, or with what it had saved."""
+        self.did(f"store away for {for_s:.3f}{', then empty' if empty else ', then as it was' if saved else ''}")
         self.redis.away = True
 
         def back() -> None:
@@ -467,6 +467,8 @@ class World:
             self.redis.away = False
             if empty:
                 self.redis.empty()
+            if saved is not None:
+                self.redis.come_back_with(saved)
 
         self._over_in(for_s, back)
 

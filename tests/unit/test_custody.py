@@ -57,8 +57,9 @@ def runs(*tokens: int, start: int = 0) -> list[Run]:
     return [Run(0, start, list(tokens))]
 
 
-async def append(custody: Custody, epoch: int, *batch: Run, ending: Ending | None = None) -> Written:
-    (answer,) = await custody.append([Batch(ID, epoch, batch, ending, {"state": "FINISHED"} if ending else {})])
+async def append(custody: Custody, epoch: int, *batch: Run, ending: Ending | None = None, known: int = 0) -> Written:
+    record = {"state": "FINISHED"} if ending else {}
+    ((answer, _),) = await custody.append([Batch(ID, epoch, known, batch, ending, record)])
     return answer
 
 
@@ -79,6 +80,17 @@ async def test_outputs_come_back_as_they_were_written(redis_url: str) -> None:
         assert (later.rank, later.runs, later.ending) == (3, [], ENDING)
         assert await append(one, 1, ending=ENDING) is Written.MADE, "an end whose answer was lost is written again"
         assert len((await two.follow(ID)).runs) == 4
+
+
+async def test_an_append_behind_entries_that_are_gone_is_refused_and_nothing_is_written(redis_url: str) -> None:
+    async with custodies(redis_url, 1, Time()) as (one,):
+        await claimed(one)
+        made = [await one.append([Batch(ID, 1, known, runs(known, start=known))]) for known in range(3)]
+        assert made == [[(Written.MADE, entries)] for entries in (1, 2, 3)]
+        assert await append(one, 1, *runs(9, start=9), known=4) is Written.LOST
+        assert await append(one, 1, ending=ENDING, known=4) is Written.LOST
+        news = await one.follow(ID)
+        assert (len(news.runs), news.entries, news.ending, news.rank) == (3, 3, None, 1)
 
 
 async def test_of_many_that_want_a_lapsed_request_one_gets_it(redis_url: str) -> None:
