@@ -104,4 +104,4 @@ def test_the_header_is_plain_c99(tmp_path: Path) -> None:
     unit.write_text('#include "tl_kernels.h"\nint main(void) { return tl_abi_version() - TL_ABI_VERSION; }\n')
     include = building.SOURCES / "include"
     flags = ["-x", "c", "-std=c99", "-pedantic-errors", "-Wall", "-Wextra", "-Werror", "-I", str(include), "-c"]
-    subprocess.run([*building._compiler(), *flags, str(unit), "-o", str(tmp_path / "unit.o")], check=True)
+    subprocess.run([*building.find_compiler(), *flags, str(unit), "-o", str(tmp_path / "unit.o")], check=True)

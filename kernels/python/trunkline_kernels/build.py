@@ -61,7 +61,7 @@ def build(target: Path | None = None, targets: Sequence[Sequence[str]] = TARGETS
         return False
     if not _units():
         raise BuildError(f"the kernel sources are not in {SOURCES}")
-    compiler = _compiler()
+    compiler = find_compiler()
     with tempfile.TemporaryDirectory(prefix="trunkline-kernels-") as scratch:
         flags = [*FLAGS, *_target_flags(compiler, targets, Path(scratch)), f'-DTL_BUILD_KEY="{build_key()}"']
         with ThreadPoolExecutor(os.cpu_count()) as pool:
@@ -118,7 +118,8 @@ def _target_flags(compiler: Sequence[str], targets: Sequence[Sequence[str]], scr
     raise BuildError(f"{shlex.join(compiler)} cannot compile an empty program")
 
 
-def _compiler() -> list[str]:
+def find_compiler() -> list[str]:
+    """The C++ compiler: $CXX, or what is on the path. Raises BuildError."""
     named = os.environ.get("CXX")
     for candidate in [named] if named else ["c++", "g++", "clang++"]:
         command = shlex.split(candidate)

@@ -21,8 +21,7 @@ from pathlib import Path
 
 import numpy as np
 
-from trunkline_kernels.build import SOURCES, run
-from trunkline_kernels.build import _compiler as compiler
+from trunkline_kernels.build import SOURCES, find_compiler, run
 from trunkline_kernels.cuda.library import open_library
 
 HERE = Path(__file__).parent
@@ -98,11 +97,11 @@ def _adapted(text: str) -> str:
 def _compile(folder: Path, unit: Path) -> Path:
     out = folder / f"{unit.stem}.o"
     cuda = ["-I", str(HERE / "toolkit"), "-include", str(HERE / "instructions.h")]
-    run([*compiler(), *FLAGS, *cuda, "-c", "-o", str(out), "-x", "c++", str(unit)])
+    run([*find_compiler(), *FLAGS, *cuda, "-c", "-o", str(out), "-x", "c++", str(unit)])
     return out
 
 
 def _link(folder: Path, objects: Mapping[str, Path]) -> Emulator:
     library = folder / "libemulated.so"
-    run([*compiler(), "-shared", "-o", str(library), *map(str, objects.values()), "-ldl"])
+    run([*find_compiler(), "-shared", "-o", str(library), *map(str, objects.values()), "-ldl"])
     return Emulator(open_library(library), objects)
