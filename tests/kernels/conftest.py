@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.kernels.emulator.library import Emulator, compiler, emulate
-from trunkline_kernels.build import TARGETS, BuildError, build, library_path
+from tests.kernels.emulator.library import Emulator, emulate
+from trunkline_kernels.build import TARGETS, BuildError, build, find_compiler, library_path
 from trunkline_kernels.library import Context, open_library
 
 VARIANTS: dict[str, tuple[tuple[str, ...], ...]] = {
@@ -67,7 +67,7 @@ def normal(rng: np.random.Generator) -> Callable[..., np.ndarray]:
 def emulator(tmp_path_factory: pytest.TempPathFactory) -> Emulator:
     """The CUDA library's code, compiled for the CPU."""
     try:
-        compiler()
+        find_compiler()
     except BuildError as missing:
         pytest.skip(str(missing))
     return emulate(tmp_path_factory.mktemp("emulator"))
