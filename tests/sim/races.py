@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 from dataclasses import replace
 
+from gateway.journal import KEEP_S
 from shared.errors import Reason
 from shared.wire import FEATURES
 from tests.sim.clients import BROKEN, FINISHED, Client
@@ -663,6 +664,7 @@ async def a_store_that_comes_back_empty_hears_nothing_of_former_owners(world: Wo
     await end(client)
     finished(client)
     assert client.returns, "it was not taken over"
+    await asyncio.sleep(KEEP_S + 1.0)  # nobody tells the store of it again
     world.store_away(0.5, empty=True)
     await asyncio.sleep(4.0)
     assert not world.checks.open_records(), world.checks.open_records()

@@ -23,6 +23,7 @@ from workers.door.watch import Versions, Watch
 
 HELLO_S = 5.0  # how long a stream may take to say Hello
 CLOSING_S = 2.0  # how long a stream that ends may take to send what is left
+LAST_WRITE_S = 1.0  # and one that has ended, for the write under way
 
 Context = grpc.aio.ServicerContext[Any, Any]
 Requests = AsyncIterator[worker_pb2.OutputsRequest]
@@ -105,14 +106,15 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         liveness = Liveness(self._clock, hello.heartbeat_ms / 1e3 or HEARTBEAT_S)
         try:
             async with asyncio.TaskGroup() as group:
-                tasks = [
-                    group.create_task(self._listen(stream, requests, liveness)),
-                    group.create_task(self._guard(stream, liveness)),
-                    group.create_task(pump(stream, context.write, wake, self._clock)),
-                ]
-                await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-                for task in tasks:
-                    task.cancel()
+                hearing = group.create_task(self._listen(stream, requests, liveness))
+                guarding = group.create_task(self._guard(stream, liveness))
+                writing = group.create_task(pump(stream, context.write, wake, self._clock))
+                await asyncio.wait((hearing, guarding, writing), return_when=asyncio.FIRST_COMPLETED)
+                hearing.cancel()
+                guarding.cancel()
+                wake.set()
+                await asyncio.wait((writing,), timeout=LAST_WRITE_S)  # grpc sends no status while a write is under way
+                writing.cancel()
         finally:
             self._door.gateways.disconnect(stream)
         if stream.closing is not None:
