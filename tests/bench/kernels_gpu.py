@@ -29,7 +29,7 @@ from trunkline_kernels.cuda.attention import (
     attention_decode,
     attention_prefill,
 )
-from trunkline_kernels.cuda.library import PDL, arguments, prepare
+from trunkline_kernels.cuda.door import PDL, arguments, prepare
 from trunkline_kernels.cuda.linear import SKINNY_ROWS, WORKSPACE_BYTES, Plan, linear
 
 RESULTS = Path(__file__).parent / "results" / "h200"

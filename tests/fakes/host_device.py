@@ -10,7 +10,7 @@ import numpy.typing as npt
 import torch
 
 from trunkline_kernels.cuda.step import StepBegin
-from trunkline_kernels.library import Context, SampleArgs
+from trunkline_kernels.door import Context, SampleArgs
 from workers.engine.batch import KVCache, RaggedBatch
 from workers.engine.device import Outputs, Replay
 from workers.engine.runner import Model

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from trunkline_kernels.cuda.library import prepare
+from trunkline_kernels.cuda.door import prepare
 
 REQUIRED = "TRUNKLINE_TEST_GPU"  # in the environment: without a GPU, fail
 REASON = "no GPU that torch can use: make test-gpu, on a machine with one"

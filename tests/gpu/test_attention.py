@@ -16,7 +16,7 @@ from trunkline_kernels.cuda.attention import (
     attention_decode,
     attention_prefill,
 )
-from trunkline_kernels.cuda.library import PDL, arguments
+from trunkline_kernels.cuda.door import PDL, arguments
 
 PAGE = 16
 LENGTHS = [1, 15, 16, 17, 63, 64, 65, 128, 129, 1000]

@@ -9,9 +9,9 @@ import torch
 
 from tests.gpu.buffers import Buffer, assert_intact, captured, guarded, poisoned, stream
 from trunkline_kernels.cuda import rows
-from trunkline_kernels.cuda.library import PDL
+from trunkline_kernels.cuda.door import PDL
 from trunkline_kernels.cuda.linear import BIAS, FP32_OUT, SKINNY_ROWS, WORKSPACE_BYTES, Plan, linear
-from trunkline_kernels.library import KernelError
+from trunkline_kernels.door import KernelError
 
 # (columns, inner): one tile, one chunk; fewer chunks than warps; an odd number of chunks; more tiles than
 # multiprocessors; the products of 135M, 1B and 8B Llamas.

@@ -9,7 +9,7 @@ import torch
 
 from tests.gpu.buffers import Buffer, assert_intact, captured, guarded, ints, poisoned, stream
 from trunkline_kernels.cuda import rows
-from trunkline_kernels.cuda.library import PDL
+from trunkline_kernels.cuda.door import PDL
 
 EPS = 1e-5
 WIDTHS = [8, 64, 576, 2048, 4096, 5120, 8192, 16384]

@@ -12,9 +12,9 @@ import torch
 from tests.gpu.buffers import Buffer, assert_intact, captured, guarded, stream
 from tests.kernels.sampling_call import UNTOUCHED, SamplingCall, sampling_call
 from trunkline_kernels.build import build
-from trunkline_kernels.cuda.library import PDL
+from trunkline_kernels.cuda.door import PDL
 from trunkline_kernels.cuda.sampling import sample
-from trunkline_kernels.library import Context, SampleArgs
+from trunkline_kernels.door import Context, SampleArgs
 from workers.engine import sampler
 from workers.engine.messages import Sampling
 from workers.engine.sampler import Draw

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.gpu.buffers import assert_intact, captured, ints, poisoned, stream
-from trunkline_kernels.cuda.library import PDL, arguments
+from trunkline_kernels.cuda.door import PDL, arguments
 from trunkline_kernels.cuda.step import StepBegin, step_begin
 
 

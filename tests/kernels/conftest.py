@@ -9,9 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.kernels.emulator.library import Emulator, emulate
+from tests.kernels.emulator.emulated import Emulator, emulate
 from trunkline_kernels.build import TARGETS, BuildError, build, find_compiler, library_path
-from trunkline_kernels.library import Context, open_library
+from trunkline_kernels.door import Context, open_library
 
 VARIANTS: dict[str, tuple[tuple[str, ...], ...]] = {
     "native": TARGETS,

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from tests.kernels.guarded import Guarded, ints, poisoned
-from trunkline_kernels.library import PAGE_TOKENS, Batch, Heads, batch_struct, heads_struct
+from trunkline_kernels.door import PAGE_TOKENS, Batch, Heads, batch_struct, heads_struct
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from trunkline_kernels.library import SampleArgs, SampleBias, SampleCount, SampleRow
+from trunkline_kernels.door import SampleArgs, SampleBias, SampleCount, SampleRow
 from workers.engine.messages import Logprob
 from workers.engine.sampler import Draw, Pick
 

@@ -10,7 +10,7 @@ import pytest
 
 from tests.kernels.guarded import Guarded, guarded, poisoned, untouched
 from tests.kernels.paged import Geometry, Span, Step, pool, scattered
-from trunkline_kernels.library import PAGE_TOKENS, Context, KernelError
+from trunkline_kernels.door import PAGE_TOKENS, Context, KernelError
 
 Normal = Callable[..., np.ndarray]
 LENGTHS = [1, 15, 16, 17, 63, 64, 65, 130]

@@ -13,8 +13,8 @@ import pytest
 
 from tests.kernels.guarded import guarded, poisoned
 from trunkline_kernels import build as building
-from trunkline_kernels import library as door
-from trunkline_kernels.library import Context, KernelError, KernelsMissing
+from trunkline_kernels import door
+from trunkline_kernels.door import Context, KernelError, KernelsMissing
 
 
 def test_the_builds_really_use_different_instructions(context: Context, request: pytest.FixtureRequest) -> None:

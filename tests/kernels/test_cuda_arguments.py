@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from trunkline_kernels.cuda import linear, rows
-from trunkline_kernels.cuda.library import Args, arguments, call, check, function, library, library_path, prepare
-from trunkline_kernels.library import KernelError
+from trunkline_kernels.cuda.door import Args, arguments, call, check, function, library, library_path, prepare
+from trunkline_kernels.door import KernelError
 
 HERE = 1 << 20  # an address aligned to anything
 

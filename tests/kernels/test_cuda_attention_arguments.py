@@ -13,8 +13,8 @@ from trunkline_kernels.cuda.attention import (
     attention_decode,
     attention_prefill,
 )
-from trunkline_kernels.cuda.library import arguments, library
-from trunkline_kernels.library import KernelError, KernelsMissing
+from trunkline_kernels.cuda.door import arguments, library
+from trunkline_kernels.door import KernelError, KernelsMissing
 
 ADDRESS = 1 << 20  # never looked at on the host
 POINTERS = ("q", "keys", "values", "context_lens", "block_tables", "out")

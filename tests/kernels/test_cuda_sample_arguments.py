@@ -6,9 +6,9 @@ import re
 
 import pytest
 
-from trunkline_kernels.cuda.library import library
+from trunkline_kernels.cuda.door import library
 from trunkline_kernels.cuda.sampling import sample
-from trunkline_kernels.library import KernelError, KernelsMissing, SampleArgs, sample_struct
+from trunkline_kernels.door import KernelError, KernelsMissing, SampleArgs, sample_struct
 
 ADDRESS = 1 << 20  # never looked at on the host
 GOOD = {

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from trunkline_kernels.cuda.library import arguments, library_path
+from trunkline_kernels.cuda.door import arguments, library_path
 from trunkline_kernels.cuda.step import StepBegin, step_begin
-from trunkline_kernels.library import KernelError
+from trunkline_kernels.door import KernelError
 
 HERE = 1 << 20
 POINTERS = ("columns", "picks", "columns_out", "tables", "tables_out")

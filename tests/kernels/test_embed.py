@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from tests.kernels.guarded import guarded, ints, poisoned, untouched
-from trunkline_kernels.library import Context, KernelError
+from trunkline_kernels.door import Context, KernelError
 
 Normal = Callable[..., np.ndarray]
 

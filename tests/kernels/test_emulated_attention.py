@@ -1,4 +1,4 @@
-"""The code of the CUDA library's attention, run on the CPU against fp64: see `tests.kernels.emulator.library`.
+"""The code of the CUDA library's attention, run on the CPU against fp64: see `tests.kernels.emulator.emulated`.
 
 Pages are shuffled, and whatever a query must not see is NaN.
 """
@@ -15,12 +15,12 @@ import numpy as np
 import pytest
 
 from tests.kernels.emulator.arrays import Bits, exact, poisoned_bf16, to_bf16
-from tests.kernels.emulator.library import Emulator, broken
+from tests.kernels.emulator.emulated import Emulator, broken
 from tests.kernels.guarded import ints, untouched
 from tests.kernels.paged import Geometry, scattered
 from trunkline_kernels.cuda.attention import AttentionDecodeArgs, AttentionPrefillArgs
-from trunkline_kernels.cuda.library import arguments
-from trunkline_kernels.library import PAGE_TOKENS
+from trunkline_kernels.cuda.door import arguments
+from trunkline_kernels.door import PAGE_TOKENS
 
 UNUSED = -7  # a page id that must not be looked at
 pytestmark = pytest.mark.timeout(180)  # the first test compiles

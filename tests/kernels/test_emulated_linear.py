@@ -1,4 +1,4 @@
-"""The code of the CUDA library's skinny products, run on the CPU against fp64: see `tests.kernels.emulator.library`."""
+"""The code of the CUDA library's skinny products, run on the CPU against fp64: see `tests.kernels.emulator`."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from tests.kernels.emulator.arrays import exact, guarded_bf16, poisoned_bf16, to_bf16
-from tests.kernels.emulator.library import Emulator, broken
+from tests.kernels.emulator.emulated import Emulator, broken
 from tests.kernels.guarded import Guarded, poisoned, untouched
-from trunkline_kernels.cuda.library import arguments
+from trunkline_kernels.cuda.door import arguments
 from trunkline_kernels.cuda.linear import FP32_OUT, SKINNY_ROWS, LinearArgs
 
 pytestmark = pytest.mark.timeout(180)  # the first test compiles

@@ -1,4 +1,4 @@
-"""The code of the CUDA library's operators on rows, run on the CPU: see `tests.kernels.emulator.library`."""
+"""The code of the CUDA library's operators on rows, run on the CPU: see `tests.kernels.emulator.emulated`."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 
 from tests.kernels.emulator.arrays import Bits, exact, guarded_bf16, poisoned_bf16, to_bf16
-from tests.kernels.emulator.library import Emulator
+from tests.kernels.emulator.emulated import Emulator
 from tests.kernels.guarded import Guarded, guarded, ints, untouched
-from trunkline_kernels.cuda.library import arguments
+from trunkline_kernels.cuda.door import arguments
 from trunkline_kernels.cuda.rows import AddRmsNormArgs, EmbedArgs, RmsNormArgs, RopeCacheArgs, SwigluArgs
 from trunkline_kernels.cuda.step import StepBegin
-from trunkline_kernels.library import PAGE_TOKENS
+from trunkline_kernels.door import PAGE_TOKENS
 
 pytestmark = pytest.mark.timeout(180)  # the first test compiles
 EPS = 1e-5

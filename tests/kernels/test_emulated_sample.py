@@ -1,6 +1,6 @@
 """The code of the CUDA library's sampling, run on the CPU: the bits of tl_sample, its specification.
 
-See `tests.kernels.emulator.library`.
+See `tests.kernels.emulator.emulated`.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.kernels.emulator.library import Emulator, broken
+from tests.kernels.emulator.emulated import Emulator, broken
 from tests.kernels.sampling_call import SamplingCall, sampling_call
 from trunkline_kernels.build import build
-from trunkline_kernels.library import Context
+from trunkline_kernels.door import Context
 from workers.engine.messages import Sampling
 from workers.engine.sampler import Draw
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from tests.kernels.guarded import Guarded, guarded, poisoned, untouched
-from trunkline_kernels.library import Context, KernelError
+from trunkline_kernels.door import Context, KernelError
 
 Normal = Callable[..., np.ndarray]
 SHAPES = [(1, 1, 1), (1, 7, 16), (2, 111, 17), (7, 576, 500), (12, 64, 32), (13, 64, 48), (25, 111, 111), (111, 33, 40)]

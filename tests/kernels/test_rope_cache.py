@@ -9,7 +9,7 @@ import pytest
 
 from tests.kernels.guarded import Guarded, guarded, ints, untouched
 from tests.kernels.paged import Geometry, Span, Step, pool, scattered
-from trunkline_kernels.library import PAGE_TOKENS, Context, KernelError
+from trunkline_kernels.door import PAGE_TOKENS, Context, KernelError
 
 Normal = Callable[..., np.ndarray]
 CONTEXT = 200

@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.kernels.sampling_call import UNTOUCHED, SamplingCall, sampling_call
-from trunkline_kernels.library import Context, KernelError, sample_struct
+from trunkline_kernels.door import Context, KernelError, sample_struct
 from workers.engine.messages import Sampling
 from workers.engine.sampler import Draw, Pick, sample
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.fakes.checkpoints import CONFIG, small_artefact, tensors, write_directory
-from trunkline_kernels import library as door
+from trunkline_kernels import door
 from workers.models import loader
 from workers.models.loader import load_model
 from workers.models.selfcheck import largest_difference

@@ -13,10 +13,10 @@ from typing import Protocol
 import torch
 
 from shared.clock import Clock
-from trunkline_kernels.cuda.library import PDL
+from trunkline_kernels.cuda.door import PDL
 from trunkline_kernels.cuda.sampling import sample
 from trunkline_kernels.cuda.step import StepBegin, step_begin
-from trunkline_kernels.library import SampleArgs
+from trunkline_kernels.door import SampleArgs
 from workers.engine.accelerator import DeviceError
 
 STEP_LIMIT_S = 60.0  # a step takes milliseconds, the longest prefill seconds

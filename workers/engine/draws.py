@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from trunkline_kernels.library import SampleBias, SampleCount, SampleRow
+from trunkline_kernels.door import SampleBias, SampleCount, SampleRow
 from workers.engine.sampler import Draw
 
 ROW = np.dtype(SampleRow)

@@ -15,9 +15,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from trunkline_kernels.cuda.library import arguments
+from trunkline_kernels.cuda.door import arguments
 from trunkline_kernels.cuda.step import StepBegin
-from trunkline_kernels.library import sample_struct
+from trunkline_kernels.door import sample_struct
 from workers.engine.arena import Arena
 from workers.engine.arrays import Ints, StepArrays, step_arrays
 from workers.engine.batch import KVCache, RaggedBatch

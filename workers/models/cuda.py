@@ -17,7 +17,7 @@ from trunkline_kernels.cuda.attention import (
     attention_decode,
     attention_prefill,
 )
-from trunkline_kernels.cuda.library import PDL, arguments, prepare
+from trunkline_kernels.cuda.door import PDL, arguments, prepare
 from trunkline_kernels.cuda.linear import BIAS, FP32_OUT, WORKSPACE_BYTES, Plan
 from trunkline_kernels.cuda.linear import linear as product
 from workers.engine.batch import RaggedBatch

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from trunkline_kernels.library import (
+from trunkline_kernels.door import (
     Batch,
     Context,
     Heads,

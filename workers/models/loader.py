@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from trunkline_kernels.library import KernelError
+from trunkline_kernels.door import KernelError
 from workers.engine.batch import KVCache, RaggedBatch
 from workers.models.config import ModelConfig
 from workers.models.llama import Llama

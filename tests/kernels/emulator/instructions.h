@@ -1,5 +1,5 @@
 // In C++, what the kernels say in assembly or by nvcc's intrinsics. Included before everything else of each unit, in
-// which the functions of these names that consist of assembly were left out (library.py).
+// which the functions of these names that consist of assembly were left out (emulated.py).
 #ifndef EMULATOR_INSTRUCTIONS_H
 #define EMULATOR_INSTRUCTIONS_H
 

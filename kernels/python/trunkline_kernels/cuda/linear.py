@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from ctypes import POINTER, byref, c_int64, c_void_p
 
-from trunkline_kernels.cuda.library import Address, Args, arguments, call, check, function
+from trunkline_kernels.cuda.door import Address, Args, arguments, call, check, function
 
 FP32_OUT = 2  # flag of `linear` and of plans: out is fp32
 BIAS = 4  # flag of plans: calls come with a bias

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from ctypes import c_float, c_int32, c_int64, c_void_p
 
-from trunkline_kernels.cuda.library import Address, Args, arguments, call
+from trunkline_kernels.cuda.door import Address, Args, arguments, call
 
 
 class EmbedArgs(Args):

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from ctypes import byref, c_void_p
 
-from trunkline_kernels.cuda.library import check, function
-from trunkline_kernels.library import SampleArgs
+from trunkline_kernels.cuda.door import check, function
+from trunkline_kernels.door import SampleArgs
 
 
 def sample(args: SampleArgs, stream: int) -> None:

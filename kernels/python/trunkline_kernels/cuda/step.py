@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ctypes import c_int64, c_void_p
 
-from trunkline_kernels.cuda.library import Args, call
+from trunkline_kernels.cuda.door import Args, call
 
 
 class StepBegin(Args):

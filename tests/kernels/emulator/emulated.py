@@ -22,7 +22,7 @@ from pathlib import Path
 import numpy as np
 
 from trunkline_kernels.build import SOURCES, find_compiler, run
-from trunkline_kernels.cuda.library import open_library
+from trunkline_kernels.cuda.door import open_library
 
 HERE = Path(__file__).parent
 # Warnings are nvcc's affair. A fortified longjmp() takes the fibers for a broken stack.

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
 from trunkline_kernels.cuda.build import is_current, library_path
-from trunkline_kernels.library import KernelError, KernelsMissing
+from trunkline_kernels.door import KernelError, KernelsMissing
 
 ABI_VERSION = 1
 PDL = 1  # flag: may start before the kernel before it has ended
