@@ -32,31 +32,25 @@ class DrawArrays(NamedTuple):
 
 def draw_arrays(draws: Sequence[Draw]) -> DrawArrays:
     """The arrays for `draws`; row i's token also goes to entry i of the call's `next_tokens`."""
-    rows = np.zeros(len(draws), ROW)
-    rows["active"], rows["next"] = 1, np.arange(len(draws))
-    rows["history"] = -1
+    rows: list[tuple[float, ...]] = []  # in the order of ROW's fields
     biases: list[tuple[int, float]] = []
     histories: list[npt.NDArray[np.void]] = []
     for index, draw in enumerate(draws):
-        row, sampling = rows[index], draw.sampling
-        row["seed"], row["choice"], row["position"] = sampling.seed, draw.choice, draw.position
-        row["temperature"], row["top_k"], row["logprobs"] = sampling.temperature, sampling.top_k, sampling.logprobs
-        row["top_p"], row["min_p"] = sampling.top_p, sampling.min_p
-        row["repetition_penalty"] = sampling.repetition_penalty
-        row["presence_penalty"], row["frequency_penalty"] = sampling.presence_penalty, sampling.frequency_penalty
-        if sampling.logit_bias or draw.banned:
-            added = {**sampling.logit_bias, **dict.fromkeys(draw.banned, -math.inf)}
-            row["bias_start"], row["bias_count"] = len(biases), len(added)
-            biases.extend(added.items())
-        if sampling.penalised:
-            row["history"] = len(histories)
+        how, start, past = draw.sampling, len(biases), -1
+        if how.logit_bias or draw.banned:
+            biases.extend({**how.logit_bias, **dict.fromkeys(draw.banned, -math.inf)}.items())
+        if how.penalised:
+            past = len(histories)
             histories.append(_history(draw))
+        penalties = how.presence_penalty, how.frequency_penalty, how.repetition_penalty
+        place = draw.choice, draw.position, start, len(biases) - start, past, index
+        rows.append((how.seed, how.temperature, how.top_p, how.min_p, *penalties, 1, how.top_k, how.logprobs, *place))
     capacity = max((len(history) for history in histories), default=0) + 1  # and the one that is drawn
     table = np.zeros((len(histories), capacity), COUNT)
     for line, history in zip(table, histories, strict=True):
         line[: len(history)] = history
     lengths = np.array([len(history) for history in histories], np.int32)
-    return DrawArrays(rows, np.array(biases, BIAS), table, lengths)
+    return DrawArrays(np.array(rows, ROW), np.array(biases, BIAS), table, lengths)
 
 
 def _history(draw: Draw) -> npt.NDArray[np.void]:

@@ -118,7 +118,7 @@ def start(options: EngineOptions, mailbox: Mailbox, outbox: Outbox, clock: Clock
         progress=progress,
     )
     config = model.config
-    blocks = _blocks_beside(model, options, blocks)
+    blocks = _blocks_beside(model, options, limits, blocks)
     cache = KVCache.zeros(config.layers, blocks, config.kv_heads, config.head_dim, model.dtype, model.device)
     progress("warm up", 0.0)
     runner = _runner(model, cache, limits, clock)
@@ -142,14 +142,13 @@ def _runner(model: Model, cache: KVCache, limits: Limits, clock: Clock) -> StepR
     return runner
 
 
-def _blocks_beside(model: Model, options: EngineOptions, planned: int) -> int:
+def _blocks_beside(model: Model, options: EngineOptions, limits: Limits, planned: int) -> int:
     """KV blocks beside a loaded model: on a GPU, where what is free can be measured, the plan is made again."""
     if model.device.type != "cuda" or options.memory_limit_mb:
         return planned
     torch.cuda.empty_cache()  # what loading needed and no longer does
     size = footprint(model.config, options, model.manifest.precision)
-    context = min(options.max_context or model.config.max_context, model.config.max_context)
-    return plan_blocks(replace(size, weights=0), options, context, available_bytes(options))
+    return plan_blocks(replace(size, weights=0), options, limits.max_context, available_bytes(options))
 
 
 def _plan(options: EngineOptions) -> tuple[Limits, int]:

@@ -15,7 +15,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -138,15 +138,20 @@ def _processor() -> str:
     return "\n".join(dict.fromkeys(line for line in lines if line.startswith(wanted)))
 
 
-def main() -> int:
-    """Build, say what was done, and answer with an exit code."""
+def said(name: str, build: Callable[[], bool]) -> int:
+    """Build, say what was done with the library `name`, and answer with an exit code."""
     try:
         built = build()
     except BuildError as error:
         sys.stderr.write(f"{error}\n")
         return 1
-    sys.stdout.write(f"{'built' if built else 'current'}: {library_path().name}\n")
+    sys.stdout.write(f"{'built' if built else 'current'}: {name}\n")
     return 0
+
+
+def main() -> int:
+    """See `said`."""
+    return said(NAME, build)
 
 
 if __name__ == "__main__":

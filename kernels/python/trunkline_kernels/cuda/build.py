@@ -16,7 +16,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from trunkline_kernels.build import PACKAGE, SOURCES, BuildError, carries, install, run
+from trunkline_kernels.build import PACKAGE, SOURCES, BuildError, carries, install, run, said
 
 NAME = "libtrunkline_cuda.so"
 # No -use_fast_math: it flushes denormals and changes divisions for a whole file.
@@ -81,8 +81,8 @@ def build(target: Path | None = None, report: Callable[[str], object] = lambda t
         # The runtime is linked in: it shares the device's primary context with torch's, and no version must match.
         run([nvcc, "-shared", "-cudart=static", "-o", str(linked), *(str(out) for out, _ in compiled)])
         install(linked, target)
-    for _, said in compiled:
-        report(said)
+    for _, words in compiled:
+        report(words)
     return True
 
 
@@ -109,13 +109,8 @@ def main() -> int:
     if find_nvcc() is None:
         sys.stdout.write(f"skipped: {NAME} needs nvcc, and none was found; only GPU workers need it\n")
         return 0
-    try:
-        built = build(report=sys.stdout.write if "-v" in sys.argv[1:] else lambda text: None)
-    except BuildError as error:
-        sys.stderr.write(f"{error}\n")
-        return 1
-    sys.stdout.write(f"{'built' if built else 'current'}: {NAME}\n")
-    return 0
+    report = sys.stdout.write if "-v" in sys.argv[1:] else lambda text: None
+    return said(NAME, lambda: build(report=report))
 
 
 if __name__ == "__main__":
